@@ -94,7 +94,7 @@ READING = [
     Fault(
         "comment",
         "DS002",
-        "DeepSpeed alone would take it",
+        "DeepSpeed alone would accept it",
         '{\n  // why\n  "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0\n}',
     ),
     Fault(
@@ -119,7 +119,7 @@ READING = [
         "True is Python",
         '{"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0, "wall_clock_breakdown": True}',
     ),
-    Fault("NaN", "DS007", "no JSON number", '{"zero_optimization": {"stage": 2}, "gradient_clipping": NaN}'),
+    Fault("NaN", "DS007", "not a JSON number", '{"zero_optimization": {"stage": 2}, "gradient_clipping": NaN}'),
 ]
 
 SHAPE = [
@@ -239,7 +239,7 @@ BATCH = [
     Fault(
         "auto that is a default",
         "DS205",
-        "it takes its own default",
+        "it uses its own default",
         {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2, "overlap_comm": "auto"}},
         PLAIN,
         severity="warning",
@@ -257,7 +257,7 @@ BATCH = [
     Fault(
         "accumulation with releases that cannot",
         "DS207",
-        "Take transformers 4.48",
+        "Use transformers 4.48",
         zero(2),
         {"versions": {"deepspeed": "0.16.0", "transformers": "4.46.1"}},
     ),
@@ -433,7 +433,7 @@ NUMBERS = [
     Fault(
         "decay that has no steps",
         "DS312",
-        "with which nothing decays",
+        "so nothing decays",
         _scheduled("OneCycle", cycle_min_lr=1e-5, cycle_max_lr=5e-5, decay_lr_rate=0.1),
         TRAINER,
         severity="warning",
@@ -441,7 +441,7 @@ NUMBERS = [
     Fault(
         "parameter of another optimizer",
         "DS311",
-        r"eps is no parameter of Lion \(FusedLion\)",
+        r"eps is not a parameter of Lion \(FusedLion\)",
         _optimized("Lion", lr=5e-5, eps="auto"),
         TRAINER,
     ),
@@ -457,7 +457,7 @@ NUMBERS = [
     Fault(
         "window of no steps",
         "DS407",
-        "loss_scale_window is 0, with which DeepSpeed refuses",
+        "loss_scale_window is 0, which DeepSpeed refuses",
         {**BASE, "fp16": {"enabled": True, "loss_scale_window": 0}},
         {**GPU, **asked(fp16=True)},
     ),
@@ -521,7 +521,7 @@ PRECISION = [
     Fault(
         "bf16 states without bf16 masters",
         "DS405",
-        "needs bf16_master_weights_and_grads as well",
+        "also needs bf16_master_weights_and_grads",
         {**zero(2), "bf16": {"enabled": "auto", "bf16_optimizer_states": True}},
     ),
     Fault(
@@ -569,7 +569,7 @@ ZERO = [
     Fault(
         "bucket far above the model",
         "DS503",
-        "for nothing",
+        "are wasted",
         zero(2, reduce_bucket_size=500_000_000),
         SMALL,
         severity="warning",
@@ -592,17 +592,17 @@ ZERO = [
     Fault(
         "checkpoints of weights alone, to be resumed",
         "DS506",
-        "DeepSpeed loads nothing else back",
+        "DeepSpeed cannot load a checkpoint without them",
         zero(2),
         {**TRAINER, **asked(save_only_model=True, load_best_model_at_end=True)},
     ),
     Fault(
         "a part of the states offloaded at stage 2",
         "DS507",
-        "at stage 3 alone",
+        "only at stage 3",
         zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5}),
     ),
-    Fault("norm switched off at stage 3", "DS507", "at stage 1 and 2 alone", zero(3, compute_grad_norm=False)),
+    Fault("norm switched off at stage 3", "DS507", "only at stages 1 and 2", zero(3, compute_grad_norm=False)),
     Fault("no ZeRO section", "DS508", 'Add "zero_optimization"', {"gradient_clipping": "auto"}, TRAINER),
     Fault("sums under ZeRO-3", "DS507", "refuses under ZeRO-3", {**zero(3), "gradient_allreduce_op": "sum"}),
 ]
@@ -623,7 +623,7 @@ OFFLOAD = [
         zero(3, offload_param={"device": "nvme"}),
         TRAINER,
     ),
-    Fault("NVMe path that cannot be", "DS604", "nothing can be written", _nvme(nvme_path="/dev/null/nvme")),
+    Fault("NVMe path that cannot be", "DS604", "is not writable here", _nvme(nvme_path="/dev/null/nvme")),
     Fault("NVMe path in memory", "DS605", "which is memory", _nvme(nvme_path="/dev/shm"), severity="warning"),
     Fault(
         "block that is no sector",
@@ -666,7 +666,7 @@ QUANTIZED = [
 
 PIPELINES = [
     Fault("ZeRO-2 under a pipeline", "DS801", "takes at most 1. Use --deepspeed pipeline", zero(2), PIPELINE),
-    Fault("no ZeRO under a pipeline", "DS801", "throws the gradient norm away", zero(0), PIPELINE),
+    Fault("no ZeRO under a pipeline", "DS801", "discards the gradient norm", zero(0), PIPELINE),
     Fault(
         "NVMe under a pipeline",
         "DS802",
@@ -677,21 +677,21 @@ PIPELINES = [
     Fault(
         "optimizer of a pipeline",
         "DS803",
-        "optimizer fixes values, but a pipeline run makes it from the Trainer's flags",
+        "optimizer sets values, but a pipeline run builds it from the Trainer's flags",
         {**zero(1), "optimizer": {"type": "Adam", "params": {"lr": 5e-5}}},
         PIPELINE,
     ),
     Fault(
         "fp16 pipeline that adds up in fp32",
         "DS804",
-        "does not add tied gradients up",
+        "does not sum tied gradients",
         {**zero(1), "fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
         {**PIPELINE, **GPU, **asked(fp16=True)},
     ),
     Fault(
         "weights in another order",
         "DS805",
-        "checkpoints do not know",
+        "checkpoints do not support",
         zero(1, round_robin_gradients=True),
         PIPELINE,
     ),
@@ -699,7 +699,7 @@ PIPELINES = [
     Fault(
         "auto that nobody fills",
         "DS807",
-        'reduce_bucket_size is "auto", which nobody fills',
+        'reduce_bucket_size is "auto", which nothing fills',
         zero(1, reduce_bucket_size="auto"),
         PIPELINE,
     ),

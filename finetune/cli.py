@@ -1,6 +1,6 @@
-"""`finetune`: what can be asked before a run, and of what a run has left.
+"""`finetune`: check and plan runs before they start, launch them, and inspect their results.
 
-A command's module (finetune/commands/) is imported when it is asked for, so that answers come at once."""
+A command's module (finetune/commands/) is imported only when that command runs, so that each starts fast."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from finetune.run.command_line import CommandParser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse, do, and give the exit status: 0 done, 1 it failed, 2 the request was wrong."""
+    """Run the command and return the exit status: 0 done, 1 it failed, 2 the request was wrong."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a file may hold what a terminal cannot show
+        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal cannot show
     try:
         asked = parser().parse_args(argv)
         status = int(importlib.import_module(f"finetune.commands.{asked.command}").run(asked))
@@ -34,45 +34,43 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_status
     except KeyboardInterrupt:
         print("\nfinetune: stopped.", file=sys.stderr)
-        return 130  # 128 + SIGINT, as shells say it
+        return 130  # 128 + SIGINT, the shells' convention
 
 
 class _RecipeFlag(argparse.Action):
-    """Keeps the words of a recipe's flag in `flags`, which the recipe's own parser reads."""
+    """Collects the values of a recipe's flag in `flags`, for the recipe's own parser."""
 
     def __call__(self, _: Any, namespace: Any, values: Any, option: str | None = None) -> None:
         words = values if isinstance(values, list) else [] if values is None else [values]
         if namespace.flags.get(self.dest, words) != words:
-            raise RequestError(f"--{self.dest} is said twice, and not alike. Keep one.")
+            raise RequestError(f"--{self.dest} is given twice, with different values. Keep one.")
         namespace.flags = {**namespace.flags, self.dest: words}
 
 
 def parser() -> argparse.ArgumentParser:
-    """Every command with its options; importing nothing for them."""
+    """Every command with its options, without importing the commands' modules."""
     whole = CommandParser(prog="finetune", description=(__doc__ or "").partition("\n")[0])
     whole.add_argument("--version", action="version", version=f"finetune {__version__}")
     commands = whole.add_subparsers(dest="command", required=True)
-    _check_options(
-        commands.add_parser("check", help="find what is wrong with DeepSpeed configs, as a recipe does on start")
-    )
-    _doctor_options(commands.add_parser("doctor", help="say what this machine can do, and how to fix what it cannot"))
-    plans = "what a run takes and how fast it goes, before anything is loaded"
+    _check_options(commands.add_parser("check", help="find mistakes in DeepSpeed configs, as a recipe does at startup"))
+    _doctor_options(commands.add_parser("doctor", help="report what works on this machine, and how to fix the rest"))
+    plans = "estimate a run's memory and speed, before anything is loaded"
     _plan_options(commands.add_parser("plan", allow_abbrev=False, help=plans))
-    _bench_options(commands.add_parser("bench", help="run a grid of models and layouts, each for real, and compare"))
-    reports = "what runs and benches did, as one page that loads nothing, or Markdown"
+    _bench_options(commands.add_parser("bench", help="really run a grid of models and layouts, and compare them"))
+    reports = "report on runs and benchmarks, as one self-contained page or as Markdown"
     add = commands.add_parser("report", help=reports).add_argument
     add("paths", nargs="+", metavar="RUN_OR_BENCH", help="the --output_dir of a recipe or of `finetune bench`")
     add("--html", metavar="FILE", help="the page (default: report.html in the folder, or here for several)")
-    add("--markdown", metavar="FILE", help="for a model card, its pictures in a folder beside it")
-    _checkpoint_options(commands.add_parser("checkpoint", help="what is in a run folder, and whether it is whole"))
-    _export_options(commands.add_parser("export", help="a checkpoint of any layout as a model that transformers opens"))
+    add("--markdown", metavar="FILE", help="for a model card, with its pictures in a folder beside it")
+    _checkpoint_options(commands.add_parser("checkpoint", help="list a run folder's checkpoints and verify them"))
+    _export_options(commands.add_parser("export", help="convert a checkpoint of any layout to a transformers model"))
     from finetune.generation.flags import add_chat, add_generate
 
-    add_generate(commands.add_parser("generate", help="write what a language model answers to a file of prompts"))
+    add_generate(commands.add_parser("generate", help="write a language model's answers to a file of prompts"))
     add_chat(commands.add_parser("chat", help="talk to a language model in this terminal"))
-    launches = "print the command that starts a recipe on the machine or cluster"
+    launches = "print the command that starts a recipe on this machine or cluster"
     _launch_options(commands.add_parser("launch", help=launches))
-    _launch_options(commands.add_parser("train", help="start what `launch` prints, where that is one line"))
+    _launch_options(commands.add_parser("train", help="run what `launch` prints, if it is one line"))
     _recipe_options(commands.add_parser("recipe", help="list, show and copy the recipes and their files"))
     return whole
 
@@ -80,32 +78,32 @@ def parser() -> argparse.ArgumentParser:
 def _check_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("files", nargs="*", metavar="FILE", help="a path, or a shipped name such as zero2")
-    add("--config", metavar="YAML", help="a recipe's YAML: its flags are those of the run, and it may name the FILE")
+    add("--config", metavar="YAML", help="a recipe's YAML with the run's flags; it may name the FILE")
     add("--world_size", type=int, help="ranks of the run (default: any number)")
     add("--ranks_per_node", type=int, help="ranks on one machine (default: all)")
-    add("--pipeline_parallel_size", type=int, help="stages of a pipeline run (default: by the Trainer)")
+    add("--pipeline_parallel_size", type=int, help="stages of a pipeline run (default: the Trainer runs it)")
     device = command.add_mutually_exclusive_group()
     device.add_argument("--gpu", action="store_true", help="the run is on GPUs")
-    device.add_argument("--gpu_name", metavar="NAME", help="the run is on GPUs of this kind, such as V100 or A100")
-    device.add_argument("--cpu", action="store_true", help="the run has no GPU (default: neither is known)")
+    device.add_argument("--gpu_name", metavar="NAME", help="the run is on this type of GPU, such as V100 or A100")
+    device.add_argument("--cpu", action="store_true", help="the run has no GPU (default: unknown)")
     add("--model", metavar="FOLDER", help="a Hugging Face model folder, for the rules that need its sizes")
     engines = ("recipe", "trainer", "accelerate", "deepspeed")
-    add("--engine", choices=engines, default="recipe", help="who reads the config: a recipe of ours (default), another "
-        "script's Trainer, a loop of its own with accelerate, or deepspeed.initialize alone")  # fmt: skip
-    add("--versions", default="", metavar="NAME==VERSION,...", help="for other versions than those installed")
-    add("--disable", default="", metavar="CODE,...", help="codes that are not looked for, such as DS902,DS404")
-    add("--fix", action="store_true", help="fix what has one fix, and show what was changed")
+    add("--engine", choices=engines, default="recipe", help="who reads the config: one of our recipes (default), "
+        "another script's Trainer, a custom loop with accelerate, or deepspeed.initialize alone")  # fmt: skip
+    add("--versions", default="", metavar="NAME==VERSION,...", help="versions to check for (default: installed)")
+    add("--disable", default="", metavar="CODE,...", help="codes to skip, such as DS902,DS404")
+    add("--fix", action="store_true", help="fix what has only one fix, and show the changes")
     add("--format", choices=("text", "json", "sarif", "github"), default="text", help="default: text")
 
 
 def _doctor_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("--deep", action="store_true", help="really do it: two processes, ZeRO 0-3, offload, a pipeline; a few minutes")
+    add("--deep", action="store_true", help="really run: two processes, ZeRO 0-3, offload, a pipeline; a few minutes")
     add("--json", action="store_true", help="for a bug report")
-    add("--output_dir", default="runs", metavar="FOLDER", help="where runs are to be written (default runs)")
-    add("--nvme_path", metavar="FOLDER", help="a folder for NVMe offload, whose disk is timed")
-    add("--hostfile", metavar="FILE", help="the hosts of a run, which must have addresses and answer")
-    add("--master_addr", metavar="HOST", help="where the ranks meet, if it is another host, which must be reached")
+    add("--output_dir", default="runs", metavar="FOLDER", help="where runs will be written (default runs)")
+    add("--nvme_path", metavar="FOLDER", help="a folder for NVMe offload; its disk is timed")
+    add("--hostfile", metavar="FILE", help="the hosts of a run; each must resolve and answer")
+    add("--master_addr", metavar="HOST", help="where the ranks meet, if on another host; it must be reachable")
     add("--master_port", type=int, default=29500, metavar="PORT", help="where the ranks meet (default 29500)")
 
 
@@ -115,83 +113,87 @@ def _launch_options(command: argparse.ArgumentParser) -> None:
         help="default: deepspeed, or torchrun for several hosts without a --hostfile")  # fmt: skip
     add("--nodes", type=int, metavar="N", help="hosts (default 1)")
     add("--gpus_per_node", type=int, metavar="N", help="ranks on each (default: this machine's GPUs, or 2)")
-    add("--hostfile", metavar="FILE", help="hosts and their slots, as deepspeed reads them, in place of those two")
-    add("--include", default="", metavar="HOST[:GPU,...]@...", help="of the hostfile, these alone")
-    add("--exclude", default="", metavar="HOST[:GPU,...]@...", help="of the hostfile, all but these")
-    add("--no_ssh", action="store_true", help="deepspeed is started on each host by itself")
+    add("--hostfile", metavar="FILE", help="hosts and their slots, as deepspeed reads them; replaces those two")
+    add("--include", default="", metavar="HOST[:GPU,...]@...", help="only these from the hostfile")
+    add("--exclude", default="", metavar="HOST[:GPU,...]@...", help="all but these from the hostfile")
+    add("--no_ssh", action="store_true", help="start deepspeed on each host separately")
     add("--master_addr", metavar="HOST", help="where the ranks meet (default: the hostfile's first)")
     add("--master_port", type=int, default=29500, metavar="PORT", help="default 29500")
     add("--interface", metavar="NAME", help="the network between the hosts, such as eth0")
-    add("--image", metavar="NAME", help="in a container of this image")
+    add("--image", metavar="NAME", help="run in a container of this image")
     add("recipe", metavar="RECIPE", help="such as causal_lm (`finetune recipe list`), or a path")
     add("flags", nargs=argparse.REMAINDER, metavar="...", help="the recipe's own flags")
 
 
 def _recipe_options(command: argparse.ArgumentParser) -> None:
     kinds = command.add_subparsers(dest="kind", metavar="{list,show,copy}", required=True)
-    kinds.add_parser("list", help="names, files and what each is")
+    kinds.add_parser("list", help="list the names, files and purposes")
     show = kinds.add_parser("show", help="print one")
-    copy = kinds.add_parser("copy", help="write one here, to change it")
+    copy = kinds.add_parser("copy", help="copy one here, to edit it")
     for one in (show, copy):
         one.add_argument("name", metavar="NAME", help="such as seq_cls, lora_24gb or slurm.sbatch")
-    copy.add_argument("to", nargs="?", metavar="TO", help="a file that is not there yet, or a folder (default: here)")
+    copy.add_argument("to", nargs="?", metavar="TO", help="a new file, or a folder (default: here)")
 
 
 def _plan_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("target", nargs="?", metavar="YAML|FOLDER|NAME", help="a recipe's YAML; a model's folder or config.json; or a "
-        "known name, such as gpt2")  # fmt: skip
+        "known model's name, such as gpt2")  # fmt: skip
     add("--gpu", default="cpu", metavar="NAME|FILE", help="such as H100-80GB, or a profile that --calibrate wrote "
         "(default: cpu)")  # fmt: skip
     add("--nodes", type=int, metavar="N", help="machines (default 1)")
-    add("--gpus_per_node", type=int, metavar="N", help="ranks on each (default: as machines of this GPU have)")
-    add("--global_batch_size", type=int, metavar="N", help="samples a step, which the layouts must make (default: "
-        "as the run would; 0: any)")  # fmt: skip
-    add("--layouts", nargs="+", metavar="NAME", help="shipped configs among which to choose (default: all)")
-    add("--no_search", action="store_true", help="plan what is asked, and look for nothing better")
-    add("--params_per_layer", type=int, metavar="N", help="of a model whose family is not known")
+    add("--gpus_per_node", type=int, metavar="N", help="ranks on each (default: usual for machines with this GPU)")
+    add("--global_batch_size", type=int, metavar="N", help="samples per step that each layout must reach (default: "
+        "the run's own; 0: any)")  # fmt: skip
+    add("--layouts", nargs="+", metavar="NAME", help="shipped configs to choose from (default: all)")
+    add("--no_search", action="store_true", help="plan only this run, without searching for a better layout")
+    add("--params_per_layer", type=int, metavar="N", help="for a model of an unknown family")
     add("--json", action="store_true", help="bytes and seconds, for another program")
     add("--html", metavar="FILE", help="one page with pictures")
-    add("--png", metavar="FILE", help="the pictures alone")
+    add("--png", metavar="FILE", help="only the pictures")
     add("--write", metavar="FILE", help="write the DeepSpeed config of the fastest layout that fits")
-    add("--autotune", type=int, metavar="N", help="run the best N on this machine, and rank by what they did")
-    add("--estimator", action="store_true", help="set DeepSpeed's own estimators of memory beside the plan")
-    add("--verify", action="store_true", help="run what is planned on this machine, and print both")
-    add("--calibrate", metavar="FILE", help="measure this machine into a profile for --gpu; two minutes")
+    add("--autotune", type=int, metavar="N", help="run the best N on this machine, and rank them by measured speed")
+    add("--estimator", action="store_true", help="print DeepSpeed's own memory estimates beside the plan")
+    add("--verify", action="store_true", help="run the plan on this machine, and print planned and measured values")
+    add("--calibrate", metavar="FILE", help="measure this machine and write a profile for --gpu; takes two minutes")
     add("--ranks", type=int, default=2, metavar="N", help="processes that --calibrate measures with (default 2)")
     from finetune.run.choose import recipes
 
     flags = {flag.name: flag for recipe in recipes().values() for flag in recipe.flags.values()}
-    add("--recipe", choices=tuple(recipes()), help="whose run it is (default: as the YAML says, else by its flags)")
+    add(
+        "--recipe",
+        choices=tuple(recipes()),
+        help="the recipe to plan for (default: as the YAML says, else by the flags)",
+    )
     command.set_defaults(flags={})
     for flag in flags.values():
         many: Any = "+" if flag.many else "?" if flag.kind == "bool" else 1
         add(f"--{flag.name}", nargs=many, action=_RecipeFlag, help=argparse.SUPPRESS)
-    command.epilog = "And every flag of the recipes, over the YAML's: recipes/NAME.py --help lists them."
+    command.epilog = "Recipes' flags also work here and override the YAML; recipes/NAME.py --help lists them."
 
 
 def _bench_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("target", metavar="YAML|FOLDER", help="a grid, such as recipes/configs/bench_laptop.yaml; or the folder of one "
-        "that has run, whose results are shown")  # fmt: skip
+    add("target", metavar="YAML|FOLDER", help="a grid, such as recipes/configs/bench_laptop.yaml; or the folder of a "
+        "finished one, to show its results")  # fmt: skip
     add("--output_dir", metavar="FOLDER", help="default: runs/ and the YAML's name")
-    add("--resume", action="store_true", help="run what is missing in that folder")
-    add("--scale", type=float, metavar="S", help="of the models' sizes, over the YAML's")
-    add("--repeats", type=int, metavar="N", help="launches of each cell, over the YAML's")
-    add("--only", metavar="PATTERN", help="cells whose name is like it: 'wide-*', or zero2,zero3 for those with either")
-    add("--dry_run", action="store_true", help="list what would be run, with what is planned of it")
-    add("--machine", metavar="NAME|FILE", help="the profile for what is planned (default: this machine's, if known)")
-    add("--compare", metavar="OLD", help="another benchmark's folder or results.jsonl; exit status 1 where worse")
-    add("--threshold", type=float, default=0.05, metavar="X", help="by how much worse, as a share (default 0.05)")
+    add("--resume", action="store_true", help="run the cells that are missing in that folder")
+    add("--scale", type=float, metavar="S", help="scale of the models' sizes; overrides the YAML's")
+    add("--repeats", type=int, metavar="N", help="launches of each cell; overrides the YAML's")
+    add("--only", metavar="PATTERN", help="cells whose names match: 'wide-*', or zero2,zero3 for those with either")
+    add("--dry_run", action="store_true", help="list what would run, with the plan for each")
+    add("--machine", metavar="NAME|FILE", help="the machine profile to plan with (default: this machine's, if known)")
+    add("--compare", metavar="OLD", help="another benchmark's folder or results.jsonl; exit status 1 if this is worse")
+    add("--threshold", type=float, default=0.05, metavar="X", help="how much worse, as a fraction (default 0.05)")
 
 
 def _checkpoint_options(command: argparse.ArgumentParser) -> None:
     kinds = command.add_subparsers(dest="kind", metavar="{ls,verify}", required=True)
     ls = kinds.add_parser("ls", help="list the checkpoints of a run folder, newest first")
     ls.add_argument("folder", metavar="RUN_FOLDER", help="the --output_dir of a recipe")
-    ls.add_argument("--verify", action="store_true", help="read every byte (default: names and sizes alone)")
+    ls.add_argument("--verify", action="store_true", help="read every byte (default: only names and sizes)")
     ls.add_argument("--json", action="store_true", help="for another program")
-    verify = kinds.add_parser("verify", help="read every byte; exit status 1 where something is not as it was saved")
+    verify = kinds.add_parser("verify", help="read every byte; exit status 1 if anything differs from what was saved")
     verify.add_argument("folder", metavar="FOLDER_OR_CHECKPOINT", help="a run folder, or one checkpoint in it")
     verify.add_argument("--json", action="store_true", help="for another program")
 
@@ -201,13 +203,13 @@ def _export_options(command: argparse.ArgumentParser) -> None:
     add(
         "checkpoint",
         metavar="CHECKPOINT",
-        help="such as runs/seq_cls/checkpoint-100, or the folder of a run that ended",
+        help="such as runs/seq_cls/checkpoint-100, or the folder of a finished run",
     )
-    add("out", metavar="OUT", help="a folder that is not there yet, or is empty")
+    add("out", metavar="OUT", help="a new or empty folder")
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help="default: fp32")
-    add("--max_shard_size", default="5GB", metavar="SIZE", help="of a file, such as 500MB (default 5GB)")
+    add("--max_shard_size", default="5GB", metavar="SIZE", help="largest file, such as 500MB (default 5GB)")
     add("--merge_adapter", action="store_true", help="LoRA: write the base model with the adapter in its weights")
-    add("--base_model", metavar="FOLDER", help="for that, where the base model is (default: as the adapter says)")
+    add("--base_model", metavar="FOLDER", help="the base model for --merge_adapter (default: as the adapter says)")
 
 
 if __name__ == "__main__":

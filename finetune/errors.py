@@ -1,12 +1,12 @@
-"""What can go wrong, as a small tree. A recipe or the command line exits with the class's `exit_status`."""
+"""The exceptions, as a small tree. A recipe or the command line exits with the class's `exit_status`."""
 
 import errno
 
-JOINERS = "\u200c\u200d"  # within words of Persian and Hindi, and in emoji
+JOINERS = "\u200c\u200d"  # used within words of Persian and Hindi, and in emoji
 
 
 class FinetuneError(Exception):
-    """Anything we can explain to the user. The message says where, what was found, the rule, and the mend."""
+    """Any error we can explain to the user. The message says where, what was found, the rule, and the fix."""
 
     exit_status = 1
 
@@ -18,47 +18,47 @@ class RequestError(FinetuneError):
 
 
 class RunError(FinetuneError):
-    """The request was right, and the run failed: a full disk, a lost process, a time-out."""
+    """The request was right, but the run failed: a full disk, a lost process, a timeout."""
 
 
 class InterruptedRunError(FinetuneError):
-    """The run was asked to stop, and did; it can go on. The status is sysexits.h's EX_TEMPFAIL: try again."""
+    """The run was asked to stop and did; it can be resumed. The status is sysexits.h's EX_TEMPFAIL: try again."""
 
     exit_status = 75
 
 
 class BusyError(FinetuneError):
-    """The request was right, and somebody else still has what the run needs. The status is EX_TEMPFAIL, as above: a
-    cluster starts the run again."""
+    """The request was right, but another process holds what the run needs. The status is EX_TEMPFAIL, as above, so
+    that a cluster restarts the run."""
 
     exit_status = 75
 
 
 class NothingToDoError(FinetuneError):
-    """What was asked for is there already."""
+    """What was requested already exists."""
 
     exit_status = 0
 
 
 def first_line(error: BaseException, most_characters: int = 200) -> str:
-    """What an error of a library says first, or its name where it says nothing."""
+    """The first line of an error's message, or its class name if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:most_characters]
 
 
 def plain(text: str, instead: str = "?") -> str:
-    """In one line, without what would move a terminal's cursor or turn the direction of what follows."""
+    """The text on one line, without characters that move a terminal's cursor or change the writing direction."""
     return "".join(
         letter if letter.isprintable() or letter in JOINERS else " " if letter.isspace() else instead for letter in text
     )
 
 
 def disk_is_full(error: BaseException) -> bool:
-    """True where a full disk or quota is among the causes of `error`, in whichever library's words."""
+    """Whether a full disk or quota is among the causes of `error`, whichever library raised it."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
-        if "No space left" in str(cause):  # safetensors and Arrow keep the words alone
+        if "No space left" in str(cause):  # safetensors and Arrow keep only the text
             return True
         cause = cause.__cause__ or cause.__context__
     return False

@@ -1,7 +1,7 @@
-"""DeepSpeed's hostfile, and which hosts and GPUs of it `--include` and `--exclude` leave. Never imports torch.
+"""DeepSpeed's hostfile, and the hosts and GPUs that `--include` and `--exclude` select from it. Never imports torch.
 
-Read as deepspeed/launcher/runner.py reads them (0.19.8: _parse_hostfile, parse_resource_filter); what it gets wrong
-without a word, or says in a traceback, is a RequestError here.
+Parses like deepspeed/launcher/runner.py (0.19.8: _parse_hostfile, parse_resource_filter); what DeepSpeed misreads
+silently, or answers with a traceback, raises RequestError here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LINE = re.compile(r"(\w[\w.@-]*)\s+slots=(\d+)(\s+max_slots=\d+)?")
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Host name to number of slots, in the file's order, which is that of the ranks."""
+    """Host name to number of slots, in the file's order, which is the order of the ranks."""
     try:
         lines = read_bounded(path.expanduser(), MOST_BYTES, name=f"--hostfile {path}").splitlines()
     except RequestError as error:
@@ -29,10 +29,10 @@ def read_hostfile(path: Path) -> dict[str, int]:
             continue
         found = LINE.fullmatch(text)
         if not found or len(found[2]) > 6 or int(found[2]) < 1:
-            raise RequestError(f"{path}:{number}: {text!r} is no host. Write its name and its GPUs: worker-1 slots=8.")
+            raise RequestError(f"{path}:{number}: {text!r} is not a host. Write its name and GPUs: worker-1 slots=8.")
         if found[1] in hosts:
             raise RequestError(
-                f"{path}:{number}: {found[1]} is there twice. Give each host one line, with all its slots."
+                f"{path}:{number}: {found[1]} appears twice. Give each host one line, with all its slots."
             )
         hosts[found[1]] = int(found[2])
     if not hosts:
@@ -41,7 +41,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def chosen(hosts: dict[str, int], include: str, exclude: str) -> dict[str, list[int]]:
-    """Host name to the slots that take part. Both filters read `worker-0@worker-1:0,2`: all of the first host, and two
+    """Host name to the slots that take part. Filter syntax: `worker-0@worker-1:0,2` means all of the first host and two
     GPUs of the second."""
     if include and exclude:
         raise RequestError("--include and --exclude cannot both be given. Keep one.")
@@ -58,9 +58,9 @@ def chosen(hosts: dict[str, int], include: str, exclude: str) -> dict[str, list[
 
 
 def check_port(port: int) -> None:
-    """Where the ranks of these hosts meet."""
+    """Raises RequestError unless it is a valid port."""
     if not 0 < port < 65536:
-        raise RequestError(f"--master_port {port} is no port. Give 1 to 65535; 29500 is the usual one.")
+        raise RequestError(f"--master_port {port} is not a valid port. Give 1 to 65535; 29500 is the usual one.")
 
 
 def _filter(text: str, every: dict[str, list[int]], flag: str) -> dict[str, list[int]]:
@@ -70,7 +70,9 @@ def _filter(text: str, every: dict[str, list[int]], flag: str) -> dict[str, list
         if name not in every:
             raise RequestError(f"{flag} {text}: there is no host {name!r}. The hosts are {', '.join(every)}.")
         if numbers and not re.fullmatch(r"\d+(,\d+)*", numbers):
-            raise RequestError(f"{flag} {text}: {numbers!r} are no GPUs. Write HOST:0,2 or HOST, and @ between hosts.")
+            raise RequestError(
+                f"{flag} {text}: {numbers!r} is not a list of GPUs. Write HOST:0,2 or HOST; @ between hosts."
+            )
         slots = sorted({int(number) for number in numbers.split(",")}) if numbers else every[name]
         beyond = [slot for slot in slots if slot not in every[name]]
         if beyond:

@@ -14,17 +14,17 @@ from finetune.shipped import launch_file
 ACCELERATE_CONFIGS = ("zero1", "zero2", "zero3", "zero3_offload")  # recipes/launch/accelerate_*.yaml
 CONTAINER = [
     *("docker", "run", "--rm", "--init", "--gpus", "all"),
-    # What NCCL shares between ranks lies in shared memory, of which a container has 64 MB by itself.
+    # NCCL shares data between ranks through shared memory, of which a container has only 64 MB by default.
     *("--ipc=host", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864"),
-    *("--stop-timeout", "300"),  # seconds to save in
-    *("--env", "HF_TOKEN", "--env", "WANDB_API_KEY"),  # as the shell has them, if it has
+    *("--stop-timeout", "300"),  # seconds to save
+    *("--env", "HF_TOKEN", "--env", "WANDB_API_KEY"),  # passed on from the shell, if set there
 ]
-HERE = '"$PWD"'  # for the shell to fill in
+HERE = '"$PWD"'  # expanded by the shell
 
 
 @dataclass(frozen=True)
 class Command:
-    """One line for a shell, and the host where it is typed; "" where there is but one."""
+    """One line for a shell, and the host to type it on ("" if there is only one)."""
 
     where: str
     words: list[str]
@@ -38,7 +38,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts with their numbers of ranks, in the order of ranks. `gpus`: those of a host of which not all take part."""
+    """Hosts and their numbers of ranks, in rank order. `gpus`: for hosts where only some GPUs take part, which ones."""
 
     hosts: dict[str, int]
     master_addr: str
@@ -47,7 +47,7 @@ class Cluster:
     named: bool = False  # by a hostfile
 
     def place(self, host: str) -> str:
-        """Where a line is typed: nothing where there is but one host, and nobody has said which."""
+        """The host to type a line on; "" for a single host that nobody named."""
         return host if self.named or len(self.hosts) > 1 else ""
 
     def visible(self, host: str) -> dict[str, str]:
@@ -60,7 +60,7 @@ class Cluster:
 
 def python(asked: argparse.Namespace, cluster: Cluster, recipe: list[str]) -> list[Command]:
     if cluster.ranks > 1:
-        raise RequestError("--launcher python starts one process. Take deepspeed, torchrun or accelerate for several.")
+        raise RequestError("--launcher python starts one process. Use deepspeed, torchrun or accelerate for several.")
     return [Command("", ["python", *recipe])]
 
 
@@ -73,12 +73,12 @@ def deepspeed(asked: argparse.Namespace, cluster: Cluster, recipe: list[str]) ->
     words += ["--master_addr", cluster.master_addr, "--master_port", str(cluster.master_port)]
     environment = _interface(asked)
     if not asked.no_ssh:
-        if len(cluster.hosts) == 1:  # for which the launcher uses no ssh (deepspeed 0.19.8, launcher/runner.py)
+        if len(cluster.hosts) == 1:  # the launcher does not use ssh for one host (deepspeed 0.19.8, launcher/runner.py)
             return [Command(next(iter(cluster.hosts)), [*words, *recipe], environment)]
         if strange := next((word for word in recipe if not re.fullmatch(r"[\w@%+=:,./ -]+", word)), None):
             raise RequestError(
-                f"{strange!r}: the other hosts' shells would read it once more, without its quotes. Put it into a YAML "
-                "file, which --config takes, or add --no_ssh."
+                f"{strange!r}: the other hosts' shells would parse it again, without its quotes. Put it in a YAML "
+                "file and pass that as --config, or add --no_ssh."
             )
         return [Command("one of the hosts, from which ssh reaches the others", [*words, *recipe], environment)]
     return [
@@ -92,8 +92,8 @@ def torchrun(asked: argparse.Namespace, cluster: Cluster, recipe: list[str]) -> 
         (host,) = cluster.hosts
         words = ["torchrun", *(_port(cluster) or ["--standalone"]), "--nproc_per_node", str(cluster.ranks), *recipe]
         return [Command(cluster.place(host), words, cluster.visible(host))]
-    # Not by c10d's rendezvous: it tells the host that listens by its name, which on Debian is 127.0.1.1, and then none
-    # does (torch 2.13, distributed/elastic/rendezvous/utils.py, _matches_machine_hostname).
+    # Not c10d's rendezvous: it finds the listening host by its host name, which on Debian resolves to 127.0.1.1, and
+    # then no host listens (torch 2.13, distributed/elastic/rendezvous/utils.py, _matches_machine_hostname).
     rest = ["--master_addr", cluster.master_addr, "--master_port", str(cluster.master_port), *recipe]
     commands = []
     for rank, (host, ranks) in enumerate(cluster.hosts.items()):
@@ -115,14 +115,14 @@ def accelerate(asked: argparse.Namespace, cluster: Cluster, recipe: list[str]) -
         kind, (_, flags) = config, _taken(flags, "deepspeed", "deepspeed_config")
     elif config not in (None, "none"):
         raise RequestError(
-            f"--deepspeed {config}: recipes/launch/ has an accelerate config for {', '.join(ACCELERATE_CONFIGS)}. Take "
+            f"--deepspeed {config}: recipes/launch/ has an accelerate config for {', '.join(ACCELERATE_CONFIGS)}. Use "
             "another launcher, or copy one of them and name your file in it."
         )
     elif fsdp == "true":
         kind, (_, flags) = "fsdp", _taken(flags, "fsdp")
     elif fsdp != "false":
         raise RequestError(f"--fsdp {fsdp}: accelerate takes FSDP's options from a file. Copy accelerate_fsdp.yaml, or "
-                           "take torchrun.")  # fmt: skip
+                           "use torchrun.")  # fmt: skip
     words = ["accelerate", "launch", "--config_file", launch_file(f"accelerate_{kind}.yaml")]
     words += ["--num_processes", str(cluster.ranks)]
     if len(cluster.hosts) == 1:
@@ -130,7 +130,7 @@ def accelerate(asked: argparse.Namespace, cluster: Cluster, recipe: list[str]) -
         words += _port(cluster, "--main_process_port")
         return [Command(cluster.place(host), [*words, script, *flags], cluster.visible(host))]
     if len(set(cluster.hosts.values())) > 1:
-        raise RequestError("--launcher accelerate wants as many ranks on each host. Take torchrun, or --include fewer.")
+        raise RequestError("--launcher accelerate needs as many ranks on each host. Use torchrun, or --include fewer.")
     words += ["--num_machines", str(len(cluster.hosts)), "--main_process_ip", cluster.master_addr]
     words += ["--main_process_port", str(cluster.master_port)]
     words += ["--deepspeed_multinode_launcher", "standard"] if kind in ACCELERATE_CONFIGS else []
@@ -144,12 +144,12 @@ def accelerate(asked: argparse.Namespace, cluster: Cluster, recipe: list[str]) -
 
 def slurm(asked: argparse.Namespace, cluster: Cluster, recipe: list[str]) -> list[Command]:
     if asked.image:
-        raise RequestError("--launcher slurm with --image: how a cluster starts containers is its own (enroot, "
+        raise RequestError("--launcher slurm with --image: clusters start containers differently (enroot, "
                            "Apptainer). Leave --image out, and see docs/launch.md.")  # fmt: skip
     if asked.hostfile:
         raise RequestError("--launcher slurm chooses hosts by itself. Give --nodes and --gpus_per_node instead.")
     nodes, gpus = str(len(cluster.hosts)), str(max(cluster.hosts.values()))
-    # Whole nodes, for a task has one core unless it is told how many.
+    # Whole nodes, because Slurm gives a task one core by default.
     words = ["sbatch", "--nodes", nodes, "--gpus-per-node", gpus, "--exclusive", launch_file("slurm.sbatch"), *recipe]
     meeting = {"MASTER_ADDR": asked.master_addr} if asked.master_addr else {}
     if asked.master_port != 29500:
@@ -158,18 +158,18 @@ def slurm(asked: argparse.Namespace, cluster: Cluster, recipe: list[str]) -> lis
 
 
 def check_container(asked: argparse.Namespace, recipe: str) -> None:
-    """What the container must find lies in the folder that it gets; and no ssh starts a rank outside of it."""
+    """Raises RequestError for files outside the mounted folder, and if ssh would start ranks outside the container."""
     for flag, name in (("", recipe), ("--hostfile ", asked.hostfile or "")):
         if not Path(name).resolve().is_relative_to(Path.cwd()):
-            raise RequestError(f"{flag}{name}: a container sees this folder alone. Copy it here.")
+            raise RequestError(f"{flag}{name}: a container sees only this folder. Copy it here.")
     if asked.hostfile and asked.launcher == "deepspeed" and not asked.no_ssh:
         raise RequestError(
-            "--image with --hostfile: ssh would start ranks outside the container. Add --no_ssh, or take torchrun."
+            "--image with --hostfile: ssh would start ranks outside the container. Add --no_ssh, or use torchrun."
         )
 
 
 def in_container(command: Command, image: str, several: bool) -> Command:
-    """The same in a container, with the folder of the repository inside, so that what a run writes stays."""
+    """The command in a container, with the repository's folder mounted, so that what a run writes is kept."""
     words = [*CONTAINER, *(["--network=host"] if several else [])]
     for name, value in command.environment.items():
         words += ["--env", f"{name}={value}"]
@@ -191,7 +191,7 @@ def config_of(flags: list[str]) -> str | None:
 
 
 def default_config(recipe: str, launcher: str) -> str | None:
-    """As finetune.run.engine chooses it; nothing to train, none."""
+    """The same choice as in finetune.run.engine; None for a recipe that does not train."""
     if Path(recipe).stem == "generate":
         return None
     if Path(recipe).stem.endswith("_pipeline"):
@@ -200,7 +200,7 @@ def default_config(recipe: str, launcher: str) -> str | None:
 
 
 def _taken(flags: list[str], *names: str) -> tuple[str | None, list[str]]:
-    """What the last of these flags says, as `--name VALUE` or `--name=VALUE`, and the words without them."""
+    """The value of the last of these flags, as `--name VALUE` or `--name=VALUE`, and the other words."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(*(f"--{name}" for name in names), dest="value", nargs="?", const="")
     found, rest = parser.parse_known_args(flags)

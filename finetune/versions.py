@@ -1,4 +1,4 @@
-"""Which releases are installed here: of Python, the toolkit, its checkout and the packages that a run hangs on."""
+"""Installed versions: Python, the toolkit, its checkout, and the packages that a run depends on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# On which all tests were run, and in which tests/upstream/ read the private names that are leaned on.
+# The versions that all tests ran on, and whose private names tests/upstream/ checks.
 TESTED = {
     "torch": "2.13.0",
     "transformers": "5.23.0",
@@ -27,7 +27,7 @@ PACKAGES = (
 
 
 def version(name: str) -> str | None:
-    """None where it is not installed."""
+    """None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -35,7 +35,7 @@ def version(name: str) -> str | None:
 
 
 def revision() -> str:
-    """Of the toolkit's checkout, with -dirty where files differ from it; "unknown" outside of one."""
+    """The commit of the toolkit's checkout, with -dirty if files were changed; "unknown" outside a checkout."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
     try:
         done = subprocess.run(git, capture_output=True, text=True, timeout=20, check=False)
@@ -45,6 +45,6 @@ def revision() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of all that are installed, for records of what was made with them."""
+    """The versions of all installed packages of PACKAGES, and of Python, for the records of runs."""
     found = {name: text for name in PACKAGES if (text := version(name))}
     return {"python": platform.python_version(), **found}

@@ -1,4 +1,4 @@
-"""What was found of a corpus and of its tokens, for the log and the model card."""
+"""Summary of a corpus and its tokens, for the log and the model card."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ class CorpusAccount:
 
     source: str
     kind: str
-    columns: str  # which are read, and which are not; nothing where there are none
-    notes: tuple[str, ...]  # what else there is to say
+    columns: str  # which are read, and which are ignored; empty if there are none
+    notes: tuple[str, ...]  # further remarks
     documents: dict[str, int]
     tokens: dict[str, int]
     characters: dict[str, int]
     bytes: dict[str, int]
-    learnt: dict[str, int]  # tokens: all, or of conversations those of the assistant
-    turn_ends: list[int]  # tokens that end the assistant's turns; none where it has none
+    learnt: dict[str, int]  # tokens that are trained on: all, or in conversations the assistant's
+    turn_ends: list[int]  # tokens that end the assistant's turns; empty if there are no assistant turns
     blocks: dict[str, int]
-    sources: dict[str, dict[str, int]]  # of several files, the blocks of each
-    left_over: int  # tokens at the end of the training text that fill no block
-    padding_share: float | None  # of the training blocks; None where it depends on which rows meet in a batch
+    sources: dict[str, dict[str, int]]  # blocks of each file, if there are several
+    left_over: int  # tokens at the end of the training text that do not fill a block
+    padding_share: float | None  # of the training blocks; None if it depends on how rows are batched
     block_size: int
     packing: str
 
     @property
     def rates(self) -> tuple[float, float, dict[str, int]]:
-        """What an evaluation is judged by: `tokens_per_byte`, `tokens_per_character`, and the held-out blocks of each
-        source, in order."""
+        """What evaluation metrics need: `tokens_per_byte`, `tokens_per_character`, and the number of held-out blocks of
+        each source, in order."""
         held_out = {name: blocks["validation"] for name, blocks in self.sources.items() if "validation" in blocks}
         return self.tokens_per_byte, self.tokens_per_character, held_out
 
     @property
     def tokens_per_byte(self) -> float:
-        """Of the held-out text: learnt tokens by the bytes that they stand for."""
+        """Trained tokens per byte of the held-out text."""
         return self.learnt["validation"] / max(self.bytes["validation"], 1)
 
     @property
     def tokens_per_character(self) -> float:
-        """Of the held-out text, likewise."""
+        """Trained tokens per character of the held-out text."""
         return self.learnt["validation"] / max(self.characters["validation"], 1)
 
     def describe(self) -> str:
@@ -62,13 +62,13 @@ class CorpusAccount:
 
 
 def note_of_cuts(tokens: Tokens, kind: str, learnt: int, block_size: int, packing: str) -> list[str]:
-    """How many documents are cut by their blocks, and which share of what is `learnt` (tokens in all) then stands in a
-    block without its document's beginning; nothing of a text that is wrapped, which is meant to be cut."""
+    """Reports how many documents are cut at block ends, and what share of the `learnt` tokens then lacks the start of
+    its document. Returns nothing for wrapped text, which is meant to be cut."""
     if packing == "wrapped" and kind == TEXT:
         return []
     starts, ends = tokens.starts[:-1], tokens.starts[1:]
     borders = (starts // block_size + 1) * block_size if packing == "wrapped" else starts + block_size
-    cut = np.flatnonzero(borders + 1 < ends)  # the first token after a border is predicted by the block before it
+    cut = np.flatnonzero(borders + 1 < ends)  # the block before a border predicts the first token after it
     if not len(cut):
         return []
     pieces = zip((borders[cut] + 1).tolist(), ends[cut].tolist(), strict=True)
@@ -77,9 +77,13 @@ def note_of_cuts(tokens: Tokens, kind: str, learnt: int, block_size: int, packin
         for start, end in pieces
     )
     unit = "conversations" if kind == CHAT else "documents"
-    why = "are longer than --block_size" if packing != "wrapped" else "do not lie whole in a block of"
-    mend = "a longer one, or leave such rows out" if packing != "wrapped" else "--packing bfd keeps whole what fits"
+    why = "are longer than --block_size" if packing != "wrapped" else "do not fit into one block of"
+    mend = (
+        "raise --block_size, or leave such rows out"
+        if packing != "wrapped"
+        else "--packing bfd does not split what fits"
+    )
     return [
-        f"{len(cut):,} of {len(starts):,} {unit} {why} {block_size} and are cut, so that {apart / learnt:.0%} of what "
-        f"is learnt stands without their beginning ({mend})"
+        f"{len(cut):,} of {len(starts):,} {unit} {why} {block_size} and are cut: {apart / learnt:.0%} of the "
+        f"trained tokens are separated from the beginning of their text ({mend})"
     ]

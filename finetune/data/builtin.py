@@ -1,8 +1,8 @@
-"""Real English that every CPython carries: docstrings of the standard library, labelled with their package, and the
+"""Real English that ships with every CPython: docstrings of the standard library, labeled with their package, and the
 reference manual.
 
-Telling the package from the docstring is a real task: TF-IDF with logistic regression gets about 0.75 of it right, and
-the largest class is a fifth of the rows.
+Predicting the package from the docstring is a real task: TF-IDF with logistic regression gets an accuracy of about
+0.75, and the largest class has a fifth of the rows.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ PACKAGES = (
     "xml",
 )
 T = TypeVar("T")
-HELD_OUT_OF = 10  # one package of so many, by a hash of its name
+HELD_OUT_OF = 10  # one package in ten, by a hash of its name
 SKIPPED = ("test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "pydoc_data")
 MIN_CHARACTERS = 40
-MOST_SHARED = 0.1  # of a topic's longer lines, that stand in longer topics as well
-MIN_ROWS_PER_LABEL = 20  # a package with fewer docstrings than this cannot be split into train and evaluation
+MOST_SHARED = 0.1  # largest share of a topic's lines that also occur in longer topics
+MIN_ROWS_PER_LABEL = 20  # a package with fewer docstrings is too small to split
 
 
 def docstring_rows() -> dict[str, list[str]]:
-    """Columns `text` and `label`: one row for each docstring of 40 characters or more, in a fixed order.
+    """Columns `text` and `label`: one row per docstring of 40 characters or more, in a fixed order.
 
-    Sources are parsed, never imported, so the rows depend on the Python version alone. Packages that this Python lacks
+    Sources are parsed, never imported, so the rows depend only on the Python version. Packages that this Python lacks
     (distutils from 3.12, tkinter on a server) are skipped.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
@@ -58,14 +58,14 @@ def docstring_rows() -> dict[str, list[str]]:
 
 
 def parsed(folder: Path) -> Iterator[ast.Module]:
-    """The source of each file of a package, but for its tests, in the order of their paths."""
+    """The syntax tree of each file of a package except its tests, ordered by path."""
     for path in sorted(folder.rglob("*.py")):
         if {"test", "tests", "idle_test"}.isdisjoint(path.relative_to(folder).parts) and (tree := parsed_file(path)):
             yield tree
 
 
 def parsed_file(path: Path) -> ast.Module | None:
-    """None for what is not Python of this version: lib2to3 carries files of other grammars."""
+    """None for a file that this Python cannot parse, such as lib2to3's grammar samples."""
     try:
         return ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError):
@@ -73,8 +73,8 @@ def parsed_file(path: Path) -> ast.Module | None:
 
 
 def by_package(made: Callable[[ast.Module], Iterable[tuple[str, T]]]) -> dict[str, dict[str, T]]:
-    """What is `made` of the whole library's source, a text and what belongs to it, for the splits `train` and
-    `validation`, which share no package and no text."""
+    """Applies `made` to the whole library's source. It yields a text and its data; the result maps one to the other in
+    the splits `train` and `validation`, which share no package and no text."""
     library = Path(sysconfig.get_paths()["stdlib"])
     splits: dict[str, dict[str, T]] = {"train": {}, "validation": {}}
     for path in sorted(library.rglob("*.py")):
@@ -99,8 +99,8 @@ def _docstrings(folder: Path) -> Iterator[str]:
 def manual_topics() -> list[str]:
     """The topics of Python's reference manual as plain text, about 370 kB, in alphabetical order.
 
-    Many topics are parts of longer ones ("if" of "compound"). Those are left out, for what is held out to validate must
-    not be in the training text as well.
+    Many topics are parts of longer ones ("if" of "compound"). Those are left out, because held-out text must not occur
+    in the training text.
     """
     from pydoc_data.topics import topics
 

@@ -1,9 +1,8 @@
-"""Do a long preparation once, on one rank, and let the others wait for it with a time-out that has a name.
+"""Runs a long preparation once, on one rank, while the others wait for it with a timeout.
 
-Not a collective: a barrier dies after the process group's 10 to 30 minutes, with a message about gloo or NCCL. Here the
-first rank to come takes a file lock and prepares; the rest poll for the finished folder. It holds on one node and on
-several, with and without a shared file system.
-"""
+This is not a collective: a barrier dies after the process group's 10 to 30 minutes, with a message about gloo or NCCL.
+Here the first rank to arrive takes a file lock and prepares; the rest poll for the finished folder. It works on one
+node and on several, with or without a shared file system."""
 
 from __future__ import annotations
 
@@ -23,20 +22,20 @@ from filelock import FileLock, Timeout
 from finetune.errors import RequestError, RunError, disk_is_full
 from finetune.run.launch import Launch
 
-OF_NO_EFFECT = ("preprocessing_num_workers", "data_timeout_seconds")  # flags that change nothing of what is prepared
+OF_NO_EFFECT = ("preprocessing_num_workers", "data_timeout_seconds")  # flags that do not affect the prepared data
 POLL_SECONDS = 0.2
 REPORT_SECONDS = 30.0
 
 
 def cache_home() -> Path:
-    """Where prepared data is kept: $FINETUNE_CACHE, or `finetune` beside the caches of other tools."""
+    """Where prepared data is kept: $FINETUNE_CACHE, or `finetune` in the user's cache folder."""
     if given := os.environ.get("FINETUNE_CACHE"):
         return Path(given).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "finetune"
 
 
 def cache_key(*parts: Any) -> str:
-    """A short name for what `parts`, made of plain JSON values, describe."""
+    """A short name derived from `parts`, which are plain JSON values."""
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
@@ -45,9 +44,9 @@ FileState = tuple[str, int, int, int]
 
 
 def file_state(path: str | None) -> FileState | None:
-    """Name, size in bytes, and when its content and inode last changed, in nanoseconds. A file that differs in these
-    is prepared anew. Programs set the first time as they like (`cp -p`, `rsync -t`, `tar`, `touch`), the kernel alone
-    sets the second."""
+    """Name, size in bytes, and times of the last content and inode change in nanoseconds; a change in these prepares
+    the data again. Programs set the first time as they like (`cp -p`, `rsync -t`, `tar`, `touch`); only the kernel sets
+    the second."""
     if path is None:
         return None
     place = Path(path).expanduser().resolve()
@@ -59,7 +58,7 @@ def file_state(path: str | None) -> FileState | None:
 
 
 def file_states(dataset_name: str | None, *files: str | None) -> list[FileState | None]:
-    """The state of each file that data come from, those of a data set in a local folder included."""
+    """The state of each data file, including the files of a data set in a local folder."""
     place = Path(dataset_name or "").expanduser()
     is_folder = dataset_name is not None and place.is_dir()
     local = sorted(str(file) for file in place.rglob("*") if file.is_file()) if is_folder else []
@@ -69,11 +68,11 @@ def file_states(dataset_name: str | None, *files: str | None) -> list[FileState 
 def prepare_once(
     folder: Path, prepare: Callable[[Path], None], *, what: str, launch: Launch, timeout_seconds: float
 ) -> bool:
-    """Make sure that `folder` is there, whole. Returns True if this call made it.
+    """Makes sure that `folder` exists and is complete. Returns True if this call made it.
 
-    `prepare` fills the temporary folder that it is given, which is renamed when it returns: a folder that is there is
-    complete. The rank that leads a node may prepare; the others wait.
-    Raises RunError when `timeout_seconds` have passed, and RequestError where the cache cannot be written to.
+    `prepare` fills a temporary folder, which is renamed when it returns, so a folder that exists is complete. Only the
+    rank that leads a node may prepare; the others wait.
+    Raises RunError after `timeout_seconds`, and RequestError if the cache is not writable.
     """
     with kept_in(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +80,7 @@ def prepare_once(
     lock = FileLock(f"{folder}.lock", timeout=0)
     while not folder.is_dir():
         if launch.leads_its_node:
-            with suppress(Timeout), kept_in(folder.parent):  # another node, or another run, is preparing the same data
+            with suppress(Timeout), kept_in(folder.parent):  # another node or run is preparing the same data
                 lock.acquire()
         if lock.is_locked:
             try:
@@ -97,8 +96,8 @@ def prepare_once(
 
 @contextmanager
 def kept_in(folder: Path) -> Iterator[None]:
-    """Raises RequestError, naming the variable, where nothing can be written to `folder` of the cache, and RunError
-    where its disk is full."""
+    """Raises RequestError, naming the variable, if `folder` of the cache is not writable, and RunError if its disk is
+    full."""
     try:
         yield
     except Timeout:
@@ -107,17 +106,17 @@ def kept_in(folder: Path) -> Iterator[None]:
         if disk_is_full(error):
             raise RunError(
                 f"the disk of {folder} is full. Make room, or set FINETUNE_CACHE to a folder on a larger disk. What "
-                "is kept there serves again."
+                "is already there can be reused."
             ) from error
         raise RequestError(
             f"FINETUNE_CACHE: no prepared data can be kept in {folder} ({error.strerror}). Set the variable to a "
-            "folder that can be written to."
+            "writable folder."
         ) from error
 
 
 def _prepare_in(folder: Path, prepare: Callable[[Path], None]) -> None:
     unfinished = folder.with_name(folder.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)  # left by a run that was killed; we hold the lock
+    shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed run; we hold the lock
     unfinished.mkdir()
     try:
         prepare(unfinished)
@@ -127,7 +126,7 @@ def _prepare_in(folder: Path, prepare: Callable[[Path], None]) -> None:
             raise
         homes = f"{folder.parent} ($FINETUNE_CACHE) or of the datasets library's cache ($HF_HOME)"
         raise RunError(
-            f"the disk of {homes} is full, and the data could not be prepared. Make room, set these to a larger disk, "
+            f"the disk of {homes} is full, so the data could not be prepared. Make room, set these to a larger disk, "
             "or train with --streaming True."
         ) from error
     unfinished.rename(folder)
@@ -143,8 +142,8 @@ class _Waiting:
         waited = now - self.start
         if waited > self.timeout:
             raise RunError(
-                f"waited {waited:.0f} s for another process {self.what}, and gave up. If it is still at work, raise "
-                f"--data_timeout_seconds (now {self.timeout:.0f}); if none is, delete {self.folder}.lock."
+                f"waited {waited:.0f} s for another process {self.what}, and gave up. If it is still working, raise "
+                f"--data_timeout_seconds (now {self.timeout:.0f}); if not, delete {self.folder}.lock."
             )
         if self.reports and now - self.reported > REPORT_SECONDS:
             self.reported = now

@@ -1,4 +1,4 @@
-"""Language modelling: a corpus as tokens on disk and as blocks to train on, prepared once and cached."""
+"""Language modeling: a corpus as tokens on disk and as training blocks, prepared once and cached."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from finetune.run.launch import Launch
 from finetune.run.mixture import parts_of
 
 FORMAT = 6  # raise it when what is cached changes
-OF_NO_TOKEN = (*OF_NO_EFFECT, "chat_template", "train_file")  # flags that are looked at by what they name
+OF_NO_TOKEN = (*OF_NO_EFFECT, "chat_template", "train_file")  # flags that the key covers by the content they name
 TOKENIZER_DOCUMENTS = 100_000  # of a stream: enough text to train a vocabulary on
 
 
 @dataclass(frozen=True)
 class CorpusData:
-    """Splits `train` and `validation` as blocks, with all that belongs to them. `train` may be a stream."""
+    """Splits `train` and `validation` as blocks, with account and tokenizer. `train` may be a stream."""
 
     splits: dict[str, PackedDataset | Joined | TokenStream]
     account: CorpusAccount
@@ -47,34 +47,33 @@ class CorpusData:
 
     @property
     def is_chat(self) -> bool:
-        """Whether it has turns of conversations."""
+        """Whether the data consists of conversations."""
         return self.account.kind == CHAT
 
     @property
     def beginning(self) -> str:
-        """What the tokenizer puts in front of each document or prompt; nothing of conversations, which templates
-        write."""
+        """What the tokenizer puts before each document or prompt; empty for conversations."""
         return "" if self.is_chat else str(self.tokenizer.decode(beginning_of(self.tokenizer)))
 
     @property
     def processor(self) -> Any:
-        """What is saved beside the weights."""
+        """What is saved next to the weights."""
         return self.tokenizer
 
     @property
     def collator(self) -> Collator:
-        """Stacks blocks; the shorter ones are padded."""
+        """Stacks blocks and pads the shorter ones."""
         pad = self.tokenizer.pad_token_id
         return Collator(pad if pad is not None else self.tokenizer.eos_token_id or 0)
 
     def same_length_collator(self) -> Collator:
-        """Likewise, but all batches have one shape: blocks shorter than --block_size are padded to it."""
+        """As `collator`, but pads all blocks to --block_size, so that all batches have one shape."""
         return Collator(self.collator.pad_token_id, self.account.block_size)
 
     @property
     def lengths(self) -> Any:
-        """Tokens in each training block, to group by; None where all blocks have one length, where their order is a
-        mixture's, or where nobody knows."""
+        """Tokens in each training block, for length grouping; None if all blocks have one length, if a mixture sets
+        their order, or for a stream."""
         train = self.splits["train"]
         if self.account.packing != "none" or isinstance(train, TokenStream) or getattr(train, "weights", None):
             return None
@@ -91,14 +90,14 @@ def prepare_corpus(
     launch: Launch,
     kept: Any | None = None,
 ) -> CorpusData:
-    """The blocks of one run, from the cache or made on the rank that leads its node. `block_size` is in tokens.
+    """The blocks of one run, from the cache or made by the rank that leads its node. `block_size` is in tokens.
 
-    Without `tokenizer`, one of the kind `blocks.tokenizer` is made from the training text; a resumed run gives the one
-    that its checkpoint has `kept`. Raises RequestError for bad data and RunError when the rank that prepares takes
-    longer than --data_timeout_seconds.
+    Without `tokenizer`, one of kind `blocks.tokenizer` is trained on the training text; a resumed run passes its
+    checkpoint's tokenizer as `kept`. Raises RequestError for bad data, and RunError if the preparing rank takes longer
+    than --data_timeout_seconds.
     """
     if arguments.chat_template and tokenizer is not None:
-        tokenizer.chat_template = read_template(arguments.chat_template)  # and so it is saved
+        tokenizer.chat_template = read_template(arguments.chat_template)  # so it is saved with the tokenizer
     job = _Job(arguments, blocks, tokenizer, block_size, seed)
     folder = cache_home() / "causal_lm" / job.key()
     if tokenizer is None and kept is not None and not made_by(folder, kept):
@@ -109,14 +108,14 @@ def prepare_corpus(
         prepare_once(folder, job.make, what="to tokenize", launch=launch, timeout_seconds=timeout)
     except UnknownCharacterError as error:
         if tokenizer is None and kept is not None:
-            raise RequestError(f"--resume: by the checkpoint's tokenizer, {error}") from error
+            raise RequestError(f"--resume: with the checkpoint's tokenizer, {error}") from error
         raise
     return job.load(folder)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """All that decides what the tokens and blocks are, and how they are made."""
+    """Everything that determines the tokens and blocks, and how to make them."""
 
     arguments: CorpusArguments
     blocks: BlockArguments
@@ -130,7 +129,7 @@ class _Job:
             FORMAT,
             platform.python_version(),  # the built-in text is Python's own
             {name: value for name, value in asdict(arguments).items() if name not in OF_NO_TOKEN},
-            # Blocks are cut when they are loaded; a tokenizer from scratch is made for their size.
+            # Blocks are cut at load time, but a tokenizer trained from scratch depends on their size.
             None if self.tokenizer else [self.blocks.tokenizer, self.blocks.bpe_vocab_size, self.block_size],
             file_states(arguments.dataset_name, *files, arguments.validation_file),
             None if self.tokenizer is None else identity_for_texts(self.tokenizer),
@@ -138,8 +137,7 @@ class _Job:
         )
 
     def make(self, folder: Path) -> None:
-        """Read, tokenize, and write tokens and what was counted, of each file. A stream's training text is left where
-        it is."""
+        """Reads and tokenizes each file, and writes tokens and counts. Skips the training text of a stream."""
         corpora = open_corpora(self.arguments, self.seed)
         first, several = corpora[0], len(corpora) > 1
         self._check_turns(first.kind)
@@ -174,7 +172,7 @@ class _Job:
         return self.arguments.preprocessing_num_workers or os.cpu_count() or 1
 
     def _tables(self, number: int, corpus: Corpus) -> dict[str, Any]:
-        """To tokenize: a file of --validation_file is held out once."""
+        """The tables to tokenize. A --validation_file is shared by all training files, so it is tokenized only once."""
         tables = {} if self.arguments.streaming else {"train": corpus.train}
         return tables | ({"validation": corpus.validation} if corpus.was_held_out or number == 0 else {})
 
@@ -183,7 +181,7 @@ class _Job:
         return Learning(self.arguments.train_on, self.arguments.reasoning)
 
     def _check_turns(self, kind: str) -> None:
-        """Raises RequestError for a flag that does nothing for documents of this kind."""
+        """Raises RequestError for a flag that has no effect on documents of this kind."""
         for name in of_chats_alone(kind, self.arguments):
             value = getattr(self.arguments, name)
             raise RequestError(f"--{name} {value} is for conversations, but the data has {kind}. Drop it.")
@@ -203,14 +201,14 @@ class _Job:
         first = corpora[0]
         if first.kind != TEXT:
             raise RequestError(
-                f"the data has {first.kind}, which a tokenizer from scratch does not suit. Give a model's own by "
-                "--model_name_or_path or --tokenizer_name."
+                f"the data has {first.kind}, which a tokenizer trained from scratch does not support. Give a model's "
+                "tokenizer with --model_name_or_path or --tokenizer_name."
             )
         texts: Any
         if self.arguments.streaming:
             texts, single = (row["text"] for row in first.train.take(TOKENIZER_DOCUMENTS)), False
         else:
-            # A text's characters are known whole, whichever part of it is held out.
+            # A character tokenizer covers the whole text, including the part held out.
             whole = self.blocks.tokenizer == "char" and first.was_held_out
             tables = [table for one in corpora for table in (one.train, *([one.validation] if whole else []))]
             texts = chain.from_iterable(table["text"] for table in tables)
@@ -219,11 +217,11 @@ class _Job:
         return train_text_tokenizer(kind, texts, size, self.block_size, with_end=not single)
 
     def load(self, folder: Path) -> CorpusData:
-        """Blocks are cut anew each time: it is quick, and the tokens stay on the disk."""
+        """Cuts blocks anew each time: it is quick, and the tokens stay on disk."""
         found = json.loads((folder / "account.json").read_text())
         tokenizer = self.tokenizer or AutoTokenizer.from_pretrained(str(folder / "tokenizer"))
         if found["kind"] == CHAT and not tokenizer.chat_template:
-            tokenizer.chat_template = DEFAULT_TEMPLATE  # saved with the model, which has learnt by it
+            tokenizer.chat_template = DEFAULT_TEMPLATE  # saved with the model, which was trained with it
         each = found.pop("of_each")
         parts, split_of = parts_of(self.arguments.train_file), dict[str, Any]()
         for split in ("validation",) if self.arguments.streaming else ("validation", "train"):
@@ -242,7 +240,7 @@ class _Job:
             found["notes"] += self._notes_of_training(names, train, split_of["train"], found["kind"], learnt)
         are_apart = self.blocks.packing != "wrapped" or self.blocks.document_mask
         if found["kind"] == TEXT and are_apart and beginning_of(tokenizer):
-            # The first token of a document is none of the text's here, and nothing predicts it.
+            # The first token of each document was added by the tokenizer, and nothing predicts it.
             found["learnt"] = {split: n - found["documents"][split] for split, n in found["learnt"].items()}
         blocks = {split: [len(one) for one in some] for split, some in split_of.items()}
         account = CorpusAccount(
@@ -259,7 +257,7 @@ class _Job:
         return CorpusData(splits, account, tokenizer)
 
     def _figures(self, train: list[PackedDataset], lengths: Any) -> dict[str, Any]:
-        """Of the training blocks, what depends on how they are packed."""
+        """What depends on how the training blocks are packed."""
         if self.blocks.packing == "wrapped":
             rest = sum((len(part.tokens.ids) - 1) % self.block_size for part in train)
             return {"left_over": rest, "padding_share": 0.0}
@@ -269,7 +267,7 @@ class _Job:
     def _notes_of_training(
         self, names: list[str], train: Any, parts: list[PackedDataset], kind: str, learnt: dict[str, int]
     ) -> list[str]:
-        """Raises RequestError for a file without a block."""
+        """Notes on cuts and mixture shares. Raises RequestError for a file too short for a block."""
         notes = []
         for name, part in zip(names, parts, strict=True):
             if not len(part):

@@ -1,4 +1,4 @@
-"""Data files that change while a run reads them: named, where the reader would find nonsense, less, or a bus error."""
+"""Detects data files that change while a run reads them, before a reader gets garbage, too few rows, or a bus error."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from finetune.data.files import readable
 from finetune.errors import RunError
 
 MAPS = Path("/proc/self/maps")
-TABLE = ".arrow"  # of the datasets library, which has a cache of its own
+TABLE = ".arrow"  # written by the datasets library to its own cache
 LOOKED_AT_ROWS = 16
-SAMPLES, SAMPLE_BYTES = 8, 4096  # of a file's content, by which a `touch` is told from a write
-ASK_AGAIN_SECONDS = (0.2, 1.0, 3.0)  # a network's file system fails to answer now and then
-LOOKS_SHARE = 0.01  # of the time may go into looking
+SAMPLES, SAMPLE_BYTES = 8, 4096  # of a file's content, to distinguish a `touch` from a write
+ASK_AGAIN_SECONDS = (0.2, 1.0, 3.0)  # network file systems fail temporarily
+LOOKS_SHARE = 0.01  # largest share of the time spent on checks
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class State:
-    """What a file was when the run began to read it. `sample` stands for its content."""
+    """A file's state when the run began to read it. `sample` is a digest of parts of its content."""
 
     device: int
     inode: int
@@ -36,8 +36,8 @@ class State:
 
 
 class UnchangedFiles:
-    """Files as they are now; `check` is for later, and takes a microsecond a file. Of `mapped` files the run has the
-    content as long as nobody writes into it: what else has the name meanwhile, or that none has it, is no matter."""
+    """Records files as they are now for a later `check`, which takes a microsecond per file. For `mapped` files only
+    writes into the content matter: the run keeps it even if the name is deleted or reused."""
 
     def __init__(self, paths: Iterable[str | Path | None], mapped: bool = False) -> None:
         self.mapped, self.next_look = mapped, 0.0
@@ -46,7 +46,7 @@ class UnchangedFiles:
         self.states = {path: state for path, state in states.items() if state is not None}
 
     def look(self) -> None:
-        """As `check`, but not so often that it costs anything."""
+        """Calls `check`, but rarely enough to cost nothing noticeable."""
         began = time.monotonic()
         if began < self.next_look:
             return
@@ -55,33 +55,33 @@ class UnchangedFiles:
         self.next_look = ended + (ended - began) / LOOKS_SHARE
 
     def check(self) -> None:
-        """Raises RunError that names the first file which is another now."""
+        """Raises RunError for the first file that has changed."""
         for path, before in self.states.items():
             found = _asked(path, () if self.mapped else ASK_AGAIN_SECONDS)
             is_same = found is not None and (found.st_dev, found.st_ino) == (before.device, before.inode)
             if found is None or not is_same:
                 if self.mapped:
                     continue
-                raise _changed(path, before, f"is another of {found.st_size:,} bytes now" if found else "is gone")
+                raise _changed(path, before, f"is now another file of {found.st_size:,} bytes" if found else "is gone")
             if found.st_size < before.bytes or not (self.mapped or found.st_size == before.bytes):
-                raise _changed(path, before, f"has {found.st_size:,} bytes now")
+                raise _changed(path, before, f"now has {found.st_size:,} bytes")
             if found.st_mtime_ns == before.changed or found.st_size > before.bytes:
                 continue
             now = _state(path)
             if now is not None and now.inode == before.inode and now.sample != before.sample:
-                raise _changed(path, before, "has other content now")
+                raise _changed(path, before, "now has different content")
             self.states = {**self.states, path: replace(before, changed=found.st_mtime_ns)}  # touched
 
 
 def _changed(path: str, before: State, what: str) -> RunError:
     return RunError(
-        f"{path} has changed since the run began to read it: it had {before.bytes:,} bytes, and {what}. Put the file "
-        "back as it was (prepared data: delete its folder, and it is made anew), then --resume auto."
+        f"{path} has changed since the run began to read it: it had {before.bytes:,} bytes, and {what}. Restore "
+        "the file (if it is prepared data, delete its folder to prepare it again), then --resume auto."
     )
 
 
 def _asked(path: str, again_after: tuple[float, ...]) -> os.stat_result | None:
-    """None where there is no such file, or no file system that tells."""
+    """`os.stat` with retries; None if the file does not exist or the file system does not answer."""
     for wait in (*again_after, 0.0):
         try:
             return os.stat(path)
@@ -91,7 +91,7 @@ def _asked(path: str, again_after: tuple[float, ...]) -> os.stat_result | None:
 
 
 def _state(path: str) -> State | None:
-    """None for what is no file, or cannot be read."""
+    """None if it is not a file, or cannot be read."""
     try:
         found = os.stat(path)
         return State(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, _sample(path, found.st_size))
@@ -100,7 +100,7 @@ def _state(path: str) -> State | None:
 
 
 def _sample(path: str, size: int) -> str:
-    """Of the first `size` bytes, from its beginning to its end; read, not mapped, so that less is no bus error."""
+    """A digest of samples spread over the first `size` bytes. Read, not mapped, so that truncation is no bus error."""
     taken = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
         for number in range(SAMPLES):
@@ -110,7 +110,7 @@ def _sample(path: str, size: int) -> str:
 
 
 def unchanged_rows(rows: Iterable[T], files: UnchangedFiles) -> Iterator[T]:
-    """`rows` of `files`, as long as these are what they were; what a reader says of a file that is not, is not told."""
+    """Yields `rows` of `files`. If a file has changed, that is the error raised, not what the reader makes of it."""
     try:
         for number, row in enumerate(readable(rows, RunError)):
             if number % LOOKED_AT_ROWS == 0:
@@ -123,9 +123,9 @@ def unchanged_rows(rows: Iterable[T], files: UnchangedFiles) -> Iterator[T]:
 
 
 def mapped_files() -> UnchangedFiles:
-    """The data that this process has mapped into its memory: prepared tables, texts and pictures. To read where one
-    has been cut off is deadly (SIGBUS), without a word. Empty where there is no /proc. What the system maps (locales,
-    caches of user names) is no data, and changes as it likes."""
+    """The prepared tables, texts and pictures that this process has memory-mapped. Reading beyond the end of a
+    truncated one kills the process silently (SIGBUS). Empty without /proc. Files that the system maps (locales, user
+    name caches) are not data and may change."""
     try:
         lines = MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Text files of any encoding, read as UTF-8: as --encoding says, or as their bytes show, which is said then."""
+"""Reads text files of any encoding as UTF-8: as --encoding says, or as detected from the bytes and then reported."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from finetune.data.cache import cache_home, cache_key, file_state, prepare_once
 from finetune.errors import RequestError
 from finetune.run.launch import Launch
 
-UTF8 = "utf-8-sig"  # with a mark or without
+UTF8 = "utf-8-sig"  # with or without a byte order mark
 MARKS = (
     (codecs.BOM_UTF8, UTF8),
-    (codecs.BOM_UTF32_LE, "utf-32"),  # begins as UTF-16's does
+    (codecs.BOM_UTF32_LE, "utf-32"),  # before UTF-16, whose mark is a prefix of it
     (codecs.BOM_UTF32_BE, "utf-32"),
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-PIECE = 1 << 20  # bytes; of a stream no more is looked at
-# What Western European text has beside ASCII. Other bytes that Windows-1252 knows are letters of other alphabets, read
-# wrong: Turkish would have many ý and þ, Polish ³ and ¹, Russian all of them.
+PIECE = 1 << 20  # bytes; all that is checked of a stream
+# Non-ASCII characters of Western European text. Other Windows-1252 characters come from misreading other alphabets:
+# Turkish would have many ý and þ, Polish ³ and ¹, Russian only such characters.
 WESTERN = frozenset("àáâãäåæçèéêëìíîïñòóôõöøœùúûüßÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÑÒÓÔÕÖØŒÙÚÛÜŸ‘’“”–—…•«»¿¡€£§°©®™·´\xa0")  # noqa: RUF001
 JUDGED_PIECES = 16
 MOSTLY = 0.98
 MOST_BEYOND_ASCII = 0.4  # of all characters
 ZEROS = 0.3  # of every second byte, in UTF-16 without a mark
-COPY_SECONDS = 7200.0  # that a copy may take in another process, as the rest of the preparation may by default
-NO_TEXT = (".parquet",)  # which says itself how its texts are kept
+COPY_SECONDS = 7200.0  # for a copy by another process, like the default for other preparation
+NO_TEXT = (".parquet",)  # formats that declare their text encoding
 
 
 def as_utf8(flag: str, name: str, encoding: str | None, streaming: bool = False) -> Path:
-    """The file, or a copy of it as UTF-8 in the cache where it is of another `encoding`. Of a stream without one, only
-    the beginning is looked at. Raises RequestError for bytes that are not of the encoding."""
+    """The file, or a UTF-8 copy of it in the cache if it has another `encoding`. Without `encoding`, a stream is
+    checked only at its beginning. Raises RequestError for bytes that do not match the encoding."""
     path = Path(name).expanduser()
     found = _encoding(flag, name, encoding, streaming, file_state(name))
     if found == UTF8:
@@ -58,11 +58,11 @@ def _copy(path: Path, encoding: str, to: Path, said: str) -> None:
             shutil.copyfileobj(source, copy, PIECE)
     except UnicodeError as error:
         why = getattr(error, "reason", error)
-        raise RequestError(f"{said}: is not text in {encoding} ({why}). Say which by --encoding.") from error
+        raise RequestError(f"{said}: is not text in {encoding} ({why}). Set the right --encoding.") from error
 
 
 def encoding_notes(arguments: Any, splits: tuple[str, ...]) -> tuple[str, ...]:
-    """What to say of files that were read as another encoding than UTF-8 though nobody said so."""
+    """Notes on files that were read in another encoding than UTF-8 without --encoding."""
     notes = []
     for split in splits:
         name = getattr(arguments, f"{split}_file", None)
@@ -70,13 +70,13 @@ def encoding_notes(arguments: Any, splits: tuple[str, ...]) -> tuple[str, ...]:
             continue
         streaming = split == "train" and getattr(arguments, "streaming", False)
         found = _encoding(f"{split}_file", name, None, streaming, file_state(name))
-        notes += [] if found == UTF8 else [f"{Path(name).name} read as {found} (--encoding says another)"]
+        notes += [] if found == UTF8 else [f"{Path(name).name} read as {found} (--encoding overrides this)"]
     return tuple(notes)
 
 
 @lru_cache
 def _encoding(flag: str, name: str, given: str | None, streaming: bool, _: Any) -> str:
-    """Python's name for it."""
+    """Python's name for the encoding."""
     path = Path(name).expanduser()
     with path.open("rb") as file:
         head = file.read(PIECE)
@@ -92,13 +92,13 @@ def _encoding(flag: str, name: str, given: str | None, streaming: bool, _: Any) 
     if given is None and _is_ascii(path, wrong) and _is_western(path, wrong):
         return "cp1252"
     raise RequestError(
-        f"--{flag} {name}: is not UTF-8 text (byte {wrong:,}), and its bytes do not show what it is. Say it by "
-        "--encoding, such as cp1251, gb18030 or shift_jis."
+        f"--{flag} {name}: is not UTF-8 text (byte {wrong:,}), and its encoding cannot be detected. Set "
+        "--encoding, for example cp1251, gb18030 or shift_jis."
     )
 
 
 def _without_mark(head: bytes) -> str | None:
-    """UTF-16 by the zeros of its Latin letters."""
+    """Detects UTF-16 by the zero bytes of its Latin letters."""
     low, high = head[0::2], head[1::2]
     if high and high.count(0) > ZEROS * len(high) and low.count(0) < len(low) / 100:
         return "utf-16-le"
@@ -108,7 +108,7 @@ def _without_mark(head: bytes) -> str | None:
 
 
 def _first_wrong(path: Path, streaming: bool) -> int | None:
-    """The first byte, from 0, that is not UTF-8."""
+    """The position, from 0, of the first byte that is not UTF-8."""
     decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
     with path.open("rb") as file:
         while True:
@@ -123,14 +123,14 @@ def _first_wrong(path: Path, streaming: bool) -> int | None:
 
 
 def _is_ascii(path: Path, end: int) -> bool:
-    """Up to there. Letters that were UTF-8 so far make a file of UTF-8 with a byte that is wrong."""
+    """Whether all bytes before `end` are ASCII. Otherwise the file is UTF-8 with a bad byte."""
     with path.open("rb") as file:
         return all(file.read(min(PIECE, end - at)).isascii() for at in range(0, end, PIECE))
 
 
 def _is_western(path: Path, start: int) -> bool:
-    """Whether what is not ASCII is, read as Windows-1252, what Western European text has, and mostly no UTF-8. It is
-    looked at from `start` on; what comes later is looked at when it is read."""
+    """Whether the non-ASCII bytes around and after `start`, decoded as Windows-1252, are typical of Western European
+    text, and mostly not UTF-8. Later pieces are checked when read."""
     read = beyond = western = wrong = 0
     with path.open("rb") as file:
         file.seek(max(0, start - PIECE // 2))

@@ -1,4 +1,4 @@
-"""Text classification and regression: token ids, labels and an account of what was found, prepared once and cached."""
+"""Text classification and regression: token ids, labels and a summary of what was found, prepared once and cached."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FORMAT = 12  # raise it when what is cached changes
 
 @dataclass(frozen=True)
 class Account:
-    """What was found, for the log and the model card. Row counts are after skipping and cutting."""
+    """What was found, for the log and the model card. Row counts are taken after skipping and cutting."""
 
     source: str
     columns: Columns
@@ -40,13 +40,13 @@ class Account:
     truncated: dict[str, int]
     label_counts: dict[str, int]  # of the training rows; empty for regression
     max_seq_length: int
-    stream: Survey | None = None  # where the training rows are streamed
-    notes: tuple[str, ...] = ()  # what was read otherwise than it was written
+    stream: Survey | None = None  # if the training rows are streamed
+    notes: tuple[str, ...] = ()  # remarks about how the data was read
 
 
 @dataclass(frozen=True)
 class ClassificationData:
-    """Tokenized splits (`train`, `validation`, and `test` where given) with all that belongs to them."""
+    """Tokenized splits (`train`, `validation`, and `test` if given) with labels, account and tokenizer."""
 
     splits: dict[str, Any]
     labels: Labels
@@ -55,11 +55,11 @@ class ClassificationData:
 
     @property
     def processor(self) -> Any:
-        """What is saved beside the weights."""
+        """What is saved next to the weights."""
         return self.tokenizer
 
     def require_all(self, training: Any) -> None:
-        """Raises RequestError where the data lacks a split that a flag of `training` asks for."""
+        """Raises RequestError if the data lacks a split that a flag of `training` needs."""
         require_splits(self.splits, training, "file")
 
     def describe(self) -> str:
@@ -68,7 +68,7 @@ class ClassificationData:
         rows = ", ".join(f"{count:,} {split}" for split, count in account.rows.items())
         kind = f"{len(names)} {'tags' if self.labels.task == TOKENS else 'labels'}" if names else "regression"
         kind += f": {said_counts(account.label_counts)}" if account.label_counts else ""
-        kind += ", any number of them a row" if self.labels.task == MULTI_LABEL else ""
+        kind += ", any number of them per row" if self.labels.task == MULTI_LABEL else ""
         left_out = sum(account.skipped.values())
         cut = f", {left_out:,} bad rows left out" if left_out else ""
         cut += f"; {self.columns}" if self.columns else ""
@@ -80,7 +80,7 @@ class ClassificationData:
 
     @property
     def columns(self) -> str:
-        """Which columns are read, and which are not; nothing of data that has no others than these."""
+        """Which columns are read, and which are ignored; empty for the built-in data."""
         columns = self.account.columns
         if self.account.source.startswith("built-in"):
             return ""
@@ -88,12 +88,12 @@ class ClassificationData:
 
     @property
     def lengths(self) -> Any | None:
-        """Tokens of each training sample; None for a stream, or where nothing is trained."""
+        """Length in tokens of each training sample; None for a stream or without training data."""
         return None if self.account.stream or "train" not in self.splits else self.splits["train"]["length"]
 
     @property
     def collator(self) -> Any:
-        """Pads a batch to its longest row; a stream's rows are tokenized on the way."""
+        """Pads a batch to its longest row; also tokenizes the rows of a stream."""
         if self.account.stream:
             return StreamCollator(self.tokenizer, self.account.max_seq_length)
         if self.labels.task == TOKENS:
@@ -103,8 +103,8 @@ class ClassificationData:
 
 @dataclass(frozen=True)
 class Kind:
-    """What one kind of text data does in its own way between its files and the cache. `kept` are the columns of words
-    and rows that tokenizing leaves as they are; the cache has a folder called `name`."""
+    """How one kind of text data gets from its files to the cache. `name` is its cache folder; `kept` lists the columns
+    that tokenizing leaves unchanged."""
 
     name: str
     read: Callable[[Any], tuple[Table, str]]
@@ -113,7 +113,7 @@ class Kind:
     texts: Callable[[CleanTables], Iterator[str]]
     count: Callable[[Table, Labels], dict[str, int]]
     kept: tuple[str, ...]
-    train: Callable[[Iterator[str], int, int], Any] = train_wordpiece  # where no tokenizer is given; see there
+    train: Callable[[Iterator[str], int, int], Any] = train_wordpiece  # used when no tokenizer is given
 
 
 def prepare(
@@ -129,12 +129,12 @@ def prepare(
     kind: Kind | None = None,
     kept: Any | None = None,
 ) -> ClassificationData:
-    """The data of one run, from the cache or made on the rank that leads its node. `max_seq_length` is in tokens.
-    `arguments` are those of its `kind`: DataArguments for texts, which it is without one.
+    """The data of one run, from the cache or made by the rank that leads its node. `max_seq_length` is in tokens.
+    `arguments` match `kind`: DataArguments for plain text, the default.
 
-    Without `tokenizer`, a WordPiece of `vocab_size` is trained on the training text; a resumed run gives the one that
-    its checkpoint has `kept`. `trained` are the labels of a trained model, whose order of ids is kept where it has the
-    data's classes. Raises RequestError for bad data and RunError when the rank that prepares takes longer than
+    Without `tokenizer`, a WordPiece of `vocab_size` is trained on the training text; a resumed run passes its
+    checkpoint's tokenizer as `kept`. `trained` holds the labels of a trained model; its label ids are kept if it has
+    the data's classes. Raises RequestError for bad data, and RunError if the preparing rank takes longer than
     --data_timeout_seconds.
     """
     kind = kind or TEXTS
@@ -155,7 +155,7 @@ def prepare(
 
 @dataclass(frozen=True)
 class _Preparation:
-    """All that decides what the prepared data looks like, and how it is made."""
+    """Everything that determines the prepared data, and how to make it."""
 
     kind: Kind
     arguments: Any
@@ -226,10 +226,10 @@ def _label_counts(tables: Table, labels: Labels) -> dict[str, int]:
 def tokenize_tables(
     tables: Table, encode: Any, kept: Sequence[str], workers: int | None
 ) -> tuple[Table, dict[str, int]]:
-    """Columns `input_ids` (and `token_type_ids` where the model has them), `labels` and `length` in tokens, and `kept`.
+    """Columns `input_ids` (and `token_type_ids` if the model uses them), `labels` and `length` in tokens, and `kept`.
 
-    Returns, too, how many rows of each split were cut to `max_seq_length`. Validation rows are sorted by length, for
-    metrics do not depend on order and padding does.
+    Also returns how many rows of each split were cut to `max_seq_length`. Validation rows are sorted by length, because
+    it saves padding and metrics do not depend on order.
     """
     tokenized: Table = {}
     truncated: dict[str, int] = {}
@@ -256,7 +256,7 @@ def _encoder(
 ) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
     def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         texts = [[str(value) for value in rows[name]] for name in columns.text]
-        # One token more than is kept tells a row that was cut from one that just fits.
+        # One extra token distinguishes a row that was cut from one that just fits.
         encoded = dict(tokenizer(*texts, truncation=True, max_length=max_length + 1, return_attention_mask=False))
         cut = [len(ids) > max_length for ids in encoded["input_ids"]]
         if any(cut):
@@ -274,7 +274,7 @@ TEXTS = Kind("classification", load_tables, clean_tables, _encoder, _texts, _lab
 
 
 def save(folder: Path, splits: Table, labels: Labels, account: Account, tokenizer: Any) -> None:
-    """Write what `load` reads."""
+    """Writes what `load` reads."""
     for split, table in splits.items():
         table.save_to_disk(str(folder / split))
     tokenizer.save_pretrained(str(folder / "tokenizer"))
@@ -282,7 +282,7 @@ def save(folder: Path, splits: Table, labels: Labels, account: Account, tokenize
 
 
 def load(folder: Path) -> ClassificationData:
-    """Memory-mapped splits and what belongs to them, as `save` wrote them."""
+    """Memory-maps the splits and restores the rest as `save` wrote them."""
     stored = json.loads((folder / "data.json").read_text())
     splits = {split: Dataset.load_from_disk(str(folder / split)) for split in SPLITS if (folder / split).is_dir()}
     labels = Labels(stored["labels"]["task"], tuple(stored["labels"]["names"]))

@@ -1,4 +1,4 @@
-"""The columns that are read, and what kind of labels they hold."""
+"""The columns to read, and the kind of labels they hold."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 from finetune.errors import RequestError, plain
 from finetune.run.flags.language import OF_CHATS, CorpusArguments
 
-LINE = "__line__"  # a column of our own: the line of a file in which a sentence begins
+LINE = "__line__"  # our own column: the line of the file on which a sentence begins
 TEXT, CHAT, COMPLETION = "text", "messages", "completion"  # kinds of documents
-TOOLS = "tools"  # a column beside `messages`: the functions that a conversation offers
+TOOLS = "tools"  # an optional column next to `messages`: the functions that a conversation offers
 MAX_SHOWN = 5
 SHOWN_CHARACTERS = 40  # of a label
-FEW = 20  # labels that are whole numbers: more of them may be amounts
-WHOLE = re.compile(r"([+-]?\d+)\.0*")  # as pandas writes integers of a column that has held a NaN
+FEW = 20  # distinct whole-number labels; more of them may be quantities
+WHOLE = re.compile(r"([+-]?\d+)\.0*")  # pandas writes integers this way in a column with NaNs
 HIDDEN_LABEL = -1  # GLUE's test sets on the hub
-MULTI_LABEL = "multi_label_classification"  # transformers' word for it
+MULTI_LABEL = "multi_label_classification"  # transformers' name for it
 TOKENS = "token_classification"
-WIDTHS = "widths"  # of a batch: how many tokens its rows' first, second, ... texts have at most
-IGNORED = -100  # the label of a token that is not judged, as torch has it
+WIDTHS = "widths"  # of a batch: the longest first, second, ... text of its rows, in tokens
+IGNORED = -100  # the label of tokens outside the loss, as in torch
 
 
 @dataclass(frozen=True)
@@ -32,34 +32,34 @@ class Columns:
     """`text` is one column, or two for pairs."""
 
     text: tuple[str, ...]
-    label: str | None  # None where only predictions are made
-    others: tuple[str, ...] = ()  # which nothing reads
+    label: str | None  # None if only predictions are made
+    others: tuple[str, ...] = ()  # ignored
 
     def describe(self, labels: Sequence[str] = ()) -> str:
-        """Which are read, and which are not; `labels` are the columns that `label` was made of, if it is none."""
+        """Which columns are read, and which are ignored; `labels` names the columns merged into `label`, if any."""
         return said_columns({"text": self.text, "label": labels or list(filter(None, [self.label]))}, self.others)
 
 
 @dataclass(frozen=True)
 class Labels:
-    """`names` are the classes in the order of their ids; empty for regression."""
+    """`names` lists the classes by id; empty for regression."""
 
     task: str  # "classification", "regression", MULTI_LABEL or TOKENS
     names: tuple[str, ...]
 
     def encode(self, value: Any) -> int | float:
-        """The id of a label, or its number for regression. Raises KeyError for a class that is not among `names`."""
+        """The id of a label, or its number for regression. Raises KeyError for an unknown class."""
         return float(value) if self.task == "regression" else self.ids[label_text(value)]
 
     @cached_property
     def ids(self) -> dict[str, int]:
-        """The id of each class by its name, and by what `label_text` makes of that."""
+        """Maps each class name, raw and normalized by `label_text`, to its id."""
         named = {name: i for i, name in enumerate(self.names)}
         return {label_text(name): i for name, i in named.items()} | named
 
 
 def said_counts(counts: Mapping[str, int]) -> str:
-    """The labels with the rows, or words, that each has: all of a few, else the rarest and the most frequent."""
+    """Each label with its count if there are few; otherwise the rarest and the most frequent."""
     shown = sorted((repr(plain(name)[:SHOWN_CHARACTERS]), count) for name, count in counts.items())
     if len(shown) <= MAX_SHOWN:
         return ", ".join(f"{name} {count:,}" for name, count in shown)
@@ -68,7 +68,7 @@ def said_counts(counts: Mapping[str, int]) -> str:
 
 
 def said_data(data: Any, what: str, *more: str) -> str:
-    """The line for the log of data of other kinds: rows of `what`, and what else is to be said of it."""
+    """The log line for a data set whose rows are called `what`, with further remarks `more`."""
     account = data.account
     rows = ", ".join(f"{count:,} {split}" for split, count in account.rows.items())
     left_out = sum(account.skipped.values())
@@ -78,19 +78,19 @@ def said_data(data: Any, what: str, *more: str) -> str:
 
 
 def said_columns(read: Mapping[str, Sequence[str]], others: Sequence[str]) -> str:
-    """Which columns are read, by what they are read as, and which are not; of many some."""
+    """Which columns are read as what, and which are ignored; long lists are shortened."""
     shown = [f"{listed(names)} as {what}" for what, names in read.items() if names]
     return f"reads {', '.join(shown)}" + (f", not {listed(others)}" if others else "")
 
 
 def listed(names: Sequence[str], joint: str = " + ") -> str:
-    """In words; of many some."""
+    """The names joined to a text; a long list is shortened."""
     more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
     return joint.join(map(plain, names[:MAX_SHOWN])) + more
 
 
 def label_text(value: Any) -> str:
-    """A label as the name it gets: 1, 1.0, "1" and "1.0" are one class."""
+    """A label's normalized name: 1, 1.0, "1" and "1.0" are one class."""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     text = str(value).strip()
@@ -99,7 +99,7 @@ def label_text(value: Any) -> str:
 
 
 def by_text(values: Mapping[Any, int]) -> Counter[str]:
-    """How many rows each label has, as it is written: 1 and 1.0 are one."""
+    """The number of rows of each label, by normalized name."""
     counts: Counter[str] = Counter()
     for value, count in values.items():
         counts[label_text(value)] += count
@@ -107,8 +107,8 @@ def by_text(values: Mapping[Any, int]) -> Counter[str]:
 
 
 def names_of_ids(ids: Sequence[int | None] | None, names: Sequence[str], where: str) -> list[str] | None:
-    """What a row's ids are called, "" for one that is not there; None where a test set hides them. Raises
-    RequestError for an id that has no name."""
+    """The names of a row's ids, "" for a missing id; None if a test set hides the labels. Raises RequestError for an id
+    without a name."""
     if ids is None or HIDDEN_LABEL in ids:
         return None
     if wrong := [i for i in ids if i is not None and not 0 <= i < len(names)]:
@@ -119,7 +119,7 @@ def names_of_ids(ids: Sequence[int | None] | None, names: Sequence[str], where: 
 
 
 def is_empty(value: Any) -> bool:
-    """True for None, NaN and text of blanks."""
+    """True for None, NaN and blank text."""
     return value is None or (isinstance(value, float) and math.isnan(value)) or not str(value).strip()
 
 
@@ -130,20 +130,20 @@ def find_labels(
     where: str,
     trained: Labels | None = None,
 ) -> Labels:
-    """What the training labels are: classes (integers or text), or numbers to predict.
+    """Decides whether the training labels are classes (integers or text) or numbers to predict.
 
-    `class_names` are those that the data set itself declares, `trained` the labels of a trained model: the order of
-    ids of the latter, or else of the former, is kept where it has all classes. `values` counts the raw labels. What
-    numbers mean by themselves `is_regression` says; `task` overrules it. Raises RequestError where there is but one
-    class, or where regression is asked for and a label is no number.
+    `class_names` are declared by the data set, `trained` holds a trained model's labels; ids follow the model, or else
+    the data set, if it has all the classes. `values` counts the raw labels. `is_regression` decides about numeric
+    labels unless `task` is given. Raises RequestError for a single class, or if regression is asked for and a label is
+    not a number.
     """
     counts = by_text(values)
     numbers = {name: number for name in counts if (number := _number(name)) is not None}
     infinite = [name for name in counts if name not in numbers and _is_infinite(name)]
     if task is None and infinite and is_regression([name for name in counts if name not in infinite]):
         raise RequestError(
-            f"{where}: the label {infinite[0]!r} is not finite, and the others are numbers to predict. Fix or drop its "
-            "rows; or give --task classification, if each label is the name of a class."
+            f"{where}: the label {infinite[0]!r} is not finite, but the others are numbers to predict. Fix or drop its "
+            "rows, or give --task classification if each label names a class."
         )
     was_regression = trained is not None and trained.task == "regression" and len(numbers) == len(counts)
     by_itself = not class_names and (was_regression or is_regression(values))
@@ -154,8 +154,8 @@ def find_labels(
         return Labels("regression", ())
     if len(counts) < 2:
         raise RequestError(
-            f"{where}: the label is {next(iter(counts), None)!r} in every row ({sum(counts.values()):,}), and there is "
-            "nothing to learn from one class. Check --label_column_name, and that the file is whole."
+            f"{where}: the label is {next(iter(counts), None)!r} in every row ({sum(counts.values()):,}), so there is "
+            "nothing to learn. Check --label_column_name, and that the file is complete."
         )
     for known in (trained, Labels("classification", tuple(class_names or ()))):
         if known and set(counts) <= set(known.ids):
@@ -165,9 +165,9 @@ def find_labels(
 
 
 def is_regression(values: Collection[Any]) -> bool:
-    """Whether labels are numbers to predict: some have fractions, or they are written as
-    floats and take too many values for classes. Whole floats in a few values are classes: integers become 1.0 where a
-    column has held a NaN, and stars are from 1.0 to 5.0."""
+    """Whether numeric labels are quantities to predict: some have fractions, or they are written as floats and take too
+    many values for classes. A few distinct whole floats are classes: integers become 1.0 in a column with a NaN, and
+    ratings go from 1.0 to 5.0."""
     numbers = {_number(str(value).strip()) for value in values}
     if None in numbers or len(numbers) < 2:
         return False
@@ -181,7 +181,7 @@ def are_written_as_floats(values: Collection[Any]) -> bool:
 
 
 def note_of_numbers(values: Collection[Any], labels: Labels, task: str | None) -> str:
-    """What to say of labels that might have been taken for something else; nothing where `task` was given."""
+    """A note about labels whose kind is not obvious; empty if `task` is given."""
     if task is not None or labels.task not in ("classification", "regression"):
         return ""
     if labels.task == "regression":
@@ -216,6 +216,6 @@ def is_number(text: str) -> bool:
 
 
 def of_chats_alone(kind: str, given: CorpusArguments) -> Iterator[str]:
-    """The flags that do nothing for documents of this kind, if they are said."""
+    """The given flags that have no effect on documents of this kind."""
     names = () if kind == CHAT else OF_CHATS[:-1] if kind == COMPLETION else OF_CHATS
     return (name for name in names if getattr(given, name) != getattr(CorpusArguments, name))

@@ -1,5 +1,5 @@
-"""Short names for what data hold: of files, and of prepared rows whatever files they lie in. What takes long is kept in
-the cache, by the files' sizes and times."""
+"""Digests of files, and of prepared rows regardless of the files that store them. Slow ones are cached, keyed by the
+files' sizes and modification times."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # in a model folder
 
 
 def of_text(value: Any) -> str:
-    """Of plain values."""
+    """Digest of a JSON-like value."""
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True, default=str).encode())
 
 
 def of_files(place: Path, whole: bool = True) -> str | None:
-    """Of a file, or of all files of a folder with their names in it; None where it is neither. Unless `whole`, of each
-    its size and its first and last `BLOCK_BYTES`: a stream may be of terabytes."""
+    """Digest of a file, or of all files in a folder with their names; None if it is neither. Unless `whole`, hashes
+    only each file's size and its first and last `BLOCK_BYTES`: a stream may hold terabytes."""
     if not (place.is_file() or place.is_dir()):
         return None
     files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
@@ -43,8 +43,8 @@ def of_files(place: Path, whole: bool = True) -> str | None:
 
 
 def of_base(model: str | None, revision: str | None, whole: bool) -> dict[str, str]:
-    """The weights that a run begins from, of a folder without what else lies there, reports and checkpoints; nothing
-    from scratch. Unless `whole`, as of a stream's files."""
+    """Digest of the weights that a run starts from; empty when it starts from scratch. In a folder only weight files
+    count, not reports or checkpoints. `whole` is as in `of_files`."""
     if not model:
         return {}
     folder = Path(model).expanduser()
@@ -55,29 +55,28 @@ def of_base(model: str | None, revision: str | None, whole: bool) -> dict[str, s
 
 
 def of_weights(model: str | None, revision: str | None) -> dict[str, str]:
-    """As `of_base` of all bytes, and of a model of the hub, whose config was read, by its commit: a branch moves on.
-    transformers notes the commit in the hub's cache (5.23, utils/hub.py, resolve_revision), and on no config."""
+    """As `of_base` over all bytes. A hub model is identified by its commit, because a branch moves. transformers
+    records the commit in the hub's cache (5.23, utils/hub.py, resolve_revision), not in the config."""
     commit = hub_revision(model, "models", revision or "main") if model else None
     return of_base(model, commit or revision, whole=True)
 
 
 def same_base(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """A name of the hub and a folder cannot be compared."""
+    """Compares only digests of the same kind: a hub name and a folder cannot be compared."""
     return bool(one) == bool(other) and all(one[kind] == other[kind] for kind in one.keys() & other.keys())
 
 
 def hub_revision(name: str, kind: str = "datasets", revision: str = "main") -> str | None:
-    """The commit of a data set of the hub, or of one of its "models", that the hub's cache holds; None where it holds
-    none."""
+    """The commit of a hub data set, or of a model if `kind` is "models", in the local hub cache; None if not cached."""
     ref = Path(HF_HUB_CACHE) / f"{kind}--{name.replace('/', '--')}" / "refs" / revision
     return ref.read_text(encoding="utf-8").strip()[:64] if ref.is_file() else None
 
 
 def of_rows(split: Any) -> str | None:
-    """Of the rows that are trained on; None for a stream, and for what we did not prepare."""
+    """Digest of the training rows; None for a stream, and for data that this toolkit did not prepare."""
     if isinstance(split, Dataset):
         files = [Path(file["filename"]) for file in split.cache_files]
-        return kept(files, lambda: _of_table(split), Hasher.hash(split))  # which knows the selection of the rows
+        return kept(files, lambda: _of_table(split), Hasher.hash(split))  # includes the selection of rows
     if isinstance(split, PackedDataset):
         tokens, blocks = split.tokens, split.blocks
         mapped = [array for array in (tokens.ids, tokens.learnt) if isinstance(array, np.memmap)]
@@ -92,8 +91,7 @@ def of_rows(split: Any) -> str | None:
 
 
 def kept(files: Sequence[Path], make: Callable[[], str], part: str = "") -> str:
-    """What `make` gives, which depends on the content of `files` and on which `part` of it is asked for; from the cache
-    where they are as they were then."""
+    """The result of `make`, a digest of `part` of the content of `files`; cached until a file changes size or time."""
     if not files:
         return make()
     place = cache_home() / "digests" / cache_key([file_state(str(path)) for path in files], part)
@@ -104,7 +102,7 @@ def kept(files: Sequence[Path], make: Callable[[], str], part: str = "") -> str:
     if len(found) == 32:
         return found
     found = make()
-    with suppress(OSError):  # a cache that cannot be written costs time, and no run
+    with suppress(OSError):  # an unwritable cache costs time but must not end the run
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(found, encoding="ascii")
     return found
@@ -137,7 +135,7 @@ def _of_arrays(arrays: Iterable[Any]) -> str:
 
 
 def _of_table(rows: Dataset) -> str:
-    """By values alone: how a table is cut into files and chunks is nobody's business."""
+    """By values alone: how a table is split into files and chunks does not matter."""
     found = xxhash.xxh3_128()
     for batch in rows.with_format("arrow").iter(BATCH_ROWS):
         for name in sorted(batch.column_names):
@@ -148,7 +146,7 @@ def _of_table(rows: Dataset) -> str:
 
 
 def _values(column: Any) -> Iterator[bytes]:
-    """Of lists first their lengths, then what is in them."""
+    """For lists, first their lengths, then their items."""
     if isinstance(column, pa.ChunkedArray):
         column = pa.concat_arrays(column.chunks)
     if pa.types.is_list(column.type):

@@ -1,4 +1,4 @@
-"""Documents for language modelling: where they come from, and which of them are held out."""
+"""Documents for language modeling: where they come from, and which are held out."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from finetune.run.mixture import parts_of
 from finetune.safe_read.files import open_plain
 
 PIECE_CHARACTERS = 1 << 14  # a text file is read and tokenized in pieces of about this size, cut at line ends
-HELD_OUT_DOCUMENTS = 1_000  # of a stream, where --max_eval_samples does not say
+HELD_OUT_DOCUMENTS = 1_000  # of a stream, unless --max_eval_samples is given
 
-ENDS = "__ends__"  # a column of our own: false where a document goes on in the next row
+ENDS = "__ends__"  # our own column: false if the document continues in the next row
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Rows of one kind, in a format for each split: of texts `text` alone (with `__ends__`, false where a document goes
-    on in the next row). `source` says where they come from. `train` of a stream is an IterableDataset."""
+    """Rows of one kind, with a format for each split. Text rows have `text` alone, plus `__ends__` (see ENDS) if files
+    are read in pieces. `source` says where they come from. `train` is an IterableDataset when streaming."""
 
     kind: str
     train: Any
@@ -42,12 +42,12 @@ class Corpus:
     formats: dict[str, Format]  # by split
     places: dict[str, Place]
     source: str
-    was_held_out: bool  # `validation` is a part of the same text
-    columns: str  # which are read, and which are not; nothing of a single text
-    notes: tuple[str, ...]  # what else there is to say
+    was_held_out: bool  # `validation` is part of the same text
+    columns: str  # which are read, and which are ignored; empty for a plain text file
+    notes: tuple[str, ...]  # further remarks
 
     def words(self, split: str) -> Callable[[dict[str, Any]], str]:
-        """What a row of a split says. A row that cannot be is told when it is tokenized."""
+        """A function that gives a row's text. A row it cannot render is reported later, by tokenizing."""
 
         def said(row: dict[str, Any]) -> str:
             try:
@@ -58,32 +58,32 @@ class Corpus:
         return said
 
     def nothing_learnt(self, split: str) -> str:
-        """Why, of a split in which nothing is."""
+        """The error message for a split without trainable tokens."""
         if self.kind != CHAT:
-            return f"the {split} data has nothing to learn: no text is left of it. Check the file."
+            return f"the {split} data has nothing to learn: no text is left in it. Check the file."
         table = self.train if split == "train" else self.validation
         conversations = (self.formats[split].conversation(row)[0] for row in islice(table, 1000))
         roles = sorted({str(turn.get("role")) for turns in conversations for turn in turns})
         return (
-            f"the {split} data has nothing to learn: the turns of role `assistant` are, and the roles here are "
-            f"{', '.join(roles)}. Rename the model's role to `assistant`."
+            f"the {split} data has nothing to learn: only turns of role `assistant` are learned, and the roles here "
+            f"are {', '.join(roles)}. Rename the model's role to `assistant`."
         )
 
 
 def open_corpora(arguments: Any, seed: int) -> list[Corpus]:
-    """The training and the held-out documents, a corpus for each training file. Raises RequestError."""
+    """The training and held-out documents, one corpus for each training file. Raises RequestError."""
     paths: list[str | None] = [part.path for part in parts_of(arguments.train_file)]
     found = [open_corpus(replace(arguments, train_file=path), seed, len(paths) < 2) for path in paths or [None]]
     if others := [one for one in found if one.kind != found[0].kind]:
         raise RequestError(
-            f"{found[0].source} has {found[0].kind}, but {others[0].source} has {others[0].kind}. Mix files of one "
-            "kind: --column_mapping may make them so."
+            f"{found[0].source} has {found[0].kind}, but {others[0].source} has {others[0].kind}. Mix only files of "
+            "one kind: --column_mapping may convert them."
         )
     return found if arguments.streaming else _without_duplicates(found, arguments.drop_duplicates)
 
 
 def _without_duplicates(corpora: list[Corpus], drops: bool) -> list[Corpus]:
-    """All files are looked at as one; nothing of pieces of a text."""
+    """Compares documents across all files. Files that are read in pieces are not searched."""
     some = [one for one in corpora if ENDS not in one.train.column_names]
     held_out = [one for one in some if ENDS not in one.validation.column_names][
         : None if some and some[0].was_held_out else 1
@@ -107,14 +107,14 @@ def _without_duplicates(corpora: list[Corpus], drops: bool) -> list[Corpus]:
             keep = np.flatnonzero(found.keep[first : first + len(one.train)])
             first += len(one.train)
             if not len(keep):
-                raise RequestError(f"--drop_duplicates: of {one.source} nothing is left. Drop the flag, or the file.")
+                raise RequestError(f"--drop_duplicates: nothing is left of {one.source}. Drop the flag, or the file.")
             one = replace(one, train=one.train.select(keep))
         kept.append(one)
     return kept
 
 
 def open_corpus(arguments: Any, seed: int, is_alone: bool = True) -> Corpus:
-    """Of one file or data set, which may be one of several. Raises RequestError."""
+    """Opens one file or data set, which may be one of several. Raises RequestError."""
     given, encoding = None, arguments.encoding
     if arguments.validation_file:
         given = _open("validation_file", arguments.validation_file, encoding)
@@ -131,7 +131,7 @@ def open_corpus(arguments: Any, seed: int, is_alone: bool = True) -> Corpus:
         held_out = given
         source = Path(arguments.train_file).name
     elif given is not None:
-        train = held_out = given  # to evaluate alone
+        train = held_out = given  # evaluation only
         source = Path(arguments.validation_file).name
     else:
         train, held_out = Dataset.from_dict({"text": manual_topics()}), None
@@ -146,7 +146,7 @@ def open_corpus(arguments: Any, seed: int, is_alone: bool = True) -> Corpus:
         places["validation"] = Place.of_file(other) if other else Place(f"{source}, validation")
         if (kind := formats["validation"].kind) != form.kind:
             raise RequestError(
-                f"the training data has {form.kind}, but the validation data has {kind}. Give both alike."
+                f"the training data has {form.kind}, but the validation data has {kind}. Give both in the same format."
             )
         if isinstance(held_out, IterableDataset):
             held_out = Dataset.from_list(list(held_out.take(most or HELD_OUT_DOCUMENTS)))
@@ -183,8 +183,8 @@ def _open(flag: str, name: str, encoding: str | None, streaming: bool = False) -
 
 
 def _pieces_of(path: str, state: int) -> Iterator[dict[str, Any]]:
-    """One text file as one document, in pieces. `state` is there for the library's cache, which keeps what it made."""
-    with open(path, encoding=UTF8) as file:  # any line end becomes a newline
+    """Reads one text file as one document, in pieces. `state` only makes the datasets cache notice a changed file."""
+    with open(path, encoding=UTF8) as file:  # universal newlines: every line end becomes \n
         piece = _read_piece(file)
         while piece:
             following = _read_piece(file)
@@ -193,12 +193,12 @@ def _pieces_of(path: str, state: int) -> Iterator[dict[str, Any]]:
 
 
 def _read_piece(file: Any) -> str:
-    """Up to a line end, unless the line is a very long one."""
+    """Reads up to a line end, unless the line is very long."""
     return str(file.read(PIECE_CHARACTERS) + file.readline(PIECE_CHARACTERS))
 
 
 def _settle(table: Any, arguments: Any, where: str, needs_all: bool) -> tuple[Format, Any, str]:
-    """The format, the documents with its columns alone, and which they are in words; nothing of a single text."""
+    """The format, the documents reduced to its columns, and a description of the columns, empty for a text file."""
     renames = check_renames(renames_of(arguments.column_mapping), _names(table), where, needs_all)
     table = table.rename_columns(renames) if renames else table
     names, renamed = _names(table), {new: old for old, new in renames.items()}
@@ -222,7 +222,7 @@ def _settle(table: Any, arguments: Any, where: str, needs_all: bool) -> tuple[Fo
 
 
 def _names(table: Any) -> list[str]:
-    return table.column_names or list(next(iter(table)))  # a stream may have to be looked into
+    return table.column_names or list(next(iter(table)))  # for some streams only the first row tells
 
 
 def _has_words(texts: list[str | None]) -> list[bool]:
@@ -230,9 +230,9 @@ def _has_words(texts: list[str | None]) -> list[bool]:
 
 
 def _draw_from_stream(stream: Any, percentage: float, most: int, seed: int) -> tuple[Any, Dataset]:
-    """A seeded hash of what they say draws documents, until there are `most` or the stream ends; the others train."""
+    """Holds out documents by a seeded hash of their content, until there are `most` or the stream ends."""
     if ENDS in next(iter(stream)):
-        raise RequestError("--streaming: of a single text nothing is held out. Add --validation_file.")
+        raise RequestError("--streaming: cannot hold out part of a single text. Add --validation_file.")
     drawn: dict[int, dict[str, Any]] = {}
     for row in stream:
         number = _number_of(row)
@@ -246,30 +246,30 @@ def _draw_from_stream(stream: Any, percentage: float, most: int, seed: int) -> t
 
 
 def _number_of(row: dict[str, Any]) -> int:
-    """A number for what a row says: its place in the stream changes when files are shuffled."""
+    """A hash of a row's content. Its position would not do: shuffling files changes it."""
     return zlib.crc32(json.dumps(row, sort_keys=True, default=str).encode())
 
 
 def _hold_out(table: Dataset, percentage: float, seed: int) -> tuple[Dataset, Dataset]:
-    """A seeded choice of documents; of a single text, its end."""
+    """A seeded choice of documents; for a single text, its end."""
     if ENDS in table.column_names:
         return _cut_text(table, percentage)
     if len(table) < 2:
-        raise RequestError("there is one document, and none can be held out. Add --validation_file.")
+        raise RequestError("there is only one document, so none can be held out. Add --validation_file.")
     order = np.random.default_rng(seed).permutation(len(table))
     held_out = max(1, round(len(table) * percentage / 100))
     return table.select(np.sort(order[held_out:])), table.select(np.sort(order[:held_out]))
 
 
 def _cut_text(table: Dataset, percentage: float) -> tuple[Dataset, Dataset]:
-    """The last so many per cent of the characters are held out, as nanoGPT does (data/shakespeare_char/prepare.py)."""
-    sizes = np.cumsum([len(text) for text in table["text"]])  # read row by row, never held
+    """Holds out the last `percentage` per cent of the characters, like nanoGPT (data/shakespeare_char/prepare.py)."""
+    sizes = np.cumsum([len(text) for text in table["text"]])  # read row by row, never all in memory
     cut = int(sizes[-1] * (1 - percentage / 100))
     row = int(np.searchsorted(sizes, cut, side="right"))
     inside = cut - (int(sizes[row - 1]) if row else 0)
     text = table[row]["text"]
     if not 0 < cut < sizes[-1]:
-        raise RequestError("the text is too short to hold some of it out. Add --validation_file, or text.")
+        raise RequestError("the text is too short to hold out part of it. Add --validation_file, or more text.")
     before, after = table.select(list(range(row))), table.select(list(range(row + 1, len(table))))
     if not inside:  # the cut falls between two pieces
         before, text_before = before.select(list(range(row - 1))), before[-1]["text"]

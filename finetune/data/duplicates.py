@@ -1,4 +1,4 @@
-"""Documents that are there twice, or nearly so, and held-out ones that the training data has in part."""
+"""Finds exact and near-duplicate training documents, and training documents that overlap with held-out ones."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-MOST_CHARACTERS = 20_000_000  # of training text that is looked at, unless duplicates are to be dropped
-# Words and signs; of scripts without blanks between words each letter.
+MOST_CHARACTERS = 20_000_000  # of training text searched, unless duplicates are dropped: then all of it is
+# Words and punctuation marks; in Japanese and Chinese, which put no spaces between words, single characters.
 WORD = re.compile(r"[^\W\u3040-\u30ff\u3400-\u9fff]+|[^\s\w]|[\u3040-\u30ff\u3400-\u9fff]")
 SHINGLE, RUN = 5, 13  # words; GPT-3 (arXiv 2005.14165, appendix C) looked for runs of 13
-COMMON = 10  # documents; a run of words that more of them have is a set phrase, as there
-BANDS, ROWS = 16, 8  # of a MinHash of 128: pairs of a Jaccard similarity of 0.8 meet in 95 of 100
+COMMON = 10  # documents; a run found in more of them is a stock phrase and does not count, as in GPT-3
+BANDS, ROWS = 16, 8  # of a 128-hash MinHash: LSH finds 95 of 100 pairs with a Jaccard similarity of 0.8
 ALIKE = 0.8
 Hashes: TypeAlias = npt.NDArray[np.uint64]
 STEP = np.uint64(0x9E3779B97F4A7C15)
@@ -24,7 +24,7 @@ STEP = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True)
 class Found:
-    """`keep` (looked at,) is False for training documents that are to go; the others are counts of documents."""
+    """`keep` covers the documents searched and is False for those to drop; the other fields count documents."""
 
     keep: npt.NDArray[np.bool_]
     exact: int
@@ -32,21 +32,19 @@ class Found:
     overlapping: int  # held-out documents
 
     def note(self, training: int, held_out: int, dropped: bool) -> str:
-        """Nothing where there is nothing to say."""
+        """Returns "" if there is nothing to report."""
         if not (self.exact or self.near or self.overlapping):
             return ""
         some = f" (of the first {len(self.keep):,})" if len(self.keep) < training else ""
         what = f"{self.exact:,} exact and {self.near:,} near duplicates among {training:,} training documents{some}"
-        overlap = f"{self.overlapping:,} of {held_out:,} held-out ones have {RUN} words in a row of theirs"
-        end = (
-            f"{int((~self.keep).sum()):,} dropped" if dropped else "--drop_duplicates True leaves these out of training"
-        )
+        overlap = f"{self.overlapping:,} of {held_out:,} held-out documents share {RUN} words in a row with them"
+        end = f"{int((~self.keep).sum()):,} dropped" if dropped else "--drop_duplicates True drops these from training"
         return f"{what}; {overlap}; {end}"
 
 
 def find_duplicates(training: Iterable[str], held_out: Iterable[str], most: int | None = MOST_CHARACTERS) -> Found:
-    """Of two documents that are alike the first is kept. One that shares a run of RUN words with a held-out document,
-    or all of its words where it has fewer, is not to be trained on, unless more than COMMON have that run."""
+    """Keeps the first of any duplicates. Also drops a document that shares a run of RUN words with a held-out document
+    (all its words, if it has fewer), unless more than COMMON training documents contain that run."""
     known: dict[str, int] = {}
     texts = []
     for text in training:
@@ -66,7 +64,7 @@ def find_duplicates(training: Iterable[str], held_out: Iterable[str], most: int 
 
 
 def _twice(texts: list[Hashes]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Which are as an earlier one, and which nearly so: by the places where their MinHashes agree."""
+    """Which texts are exact, and which near duplicates of an earlier one. MinHash agreement estimates similarity."""
     random = np.random.default_rng(0)
     factors = random.integers(1, 2**63, (BANDS * ROWS, 1), dtype=np.uint64) * np.uint64(2) + np.uint64(1)
     exact: npt.NDArray[np.bool_] = np.zeros(len(texts), dtype=bool)
@@ -93,13 +91,13 @@ def _twice(texts: list[Hashes]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.b
 
 
 def _has(run: Hashes, asked: Hashes) -> bool:
-    """Whether some are among those that are asked for, which are sorted."""
+    """Whether any hash in `run` is in `asked`, which is sorted."""
     places = np.searchsorted(asked, run)
     return bool(len(asked)) and bool((asked[np.minimum(places, len(asked) - 1)] == run).any())
 
 
 def _words(text: str, known: dict[str, int]) -> Hashes:
-    """A number for each word, whatever its case."""
+    """One hash per word, ignoring case."""
     found = WORD.findall(text.lower())
     for word in found:
         if word not in known:
@@ -108,7 +106,7 @@ def _words(text: str, known: dict[str, int]) -> Hashes:
 
 
 def _runs(words: Hashes, size: int) -> Hashes:
-    """A number for each run of `size` words; of fewer words one for all."""
+    """One hash per run of `size` words; a shorter text is a single run."""
     size = min(size, len(words))
     found: Hashes = np.zeros(len(words) - size + 1 if size else 0, dtype=np.uint64)
     for place in range(size):

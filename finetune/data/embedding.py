@@ -1,5 +1,5 @@
-"""Texts to be embedded, as tokens, prepared once and cached: of each row its anchor, its positive and its negatives;
-the two that have a score; or the one that has a label."""
+"""Texts to embed, as tokens, prepared once and cached: each row has an anchor, a positive and negatives; two texts with
+a score; or one text with a label."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ IDS, KEYS = "ids", "keys"
 
 @dataclass(frozen=True)
 class EmbeddingData(ClassificationData):
-    """Columns `ids`, of each of a row's texts the tokens, `keys`, equal where texts are, `length`, that of the longest,
-    and `judged`: a score, or the id of a label. `labels.task` is PAIRS, SCORED or CLASSES."""
+    """Columns `ids` (the tokens of each of a row's texts), `keys` (equal for equal texts), `length` (of the longest
+    text), and `judged` (a score or a label id). `labels.task` is PAIRS, SCORED or CLASSES."""
 
     def describe(self) -> str:
         """One line for the log: what is used, and which flags change it."""
@@ -45,12 +45,12 @@ class EmbeddingData(ClassificationData):
 
     @property
     def columns(self) -> str:
-        """Which columns are read, and which are not; nothing of data that has no others than these."""
+        """Which columns are read, and which are ignored; empty for the built-in data."""
         return "" if self.account.source == BUILT_IN else said_rows(self.account.columns, self.labels.task)
 
     @property
     def collator(self) -> Any:
-        """All first texts, then all second ones, padded on the right."""
+        """Collates all first texts, then all second texts, and so on, padded on the right."""
         pad = self.tokenizer.pad_token_id
         return partial(collate, pad if pad is not None else self.tokenizer.eos_token_id or 0)
 
@@ -58,8 +58,8 @@ class EmbeddingData(ClassificationData):
 def prepare_embedding(
     arguments: EmbeddingDataArguments, *rest: Any, prompts: Mapping[str, str], **more: Any
 ) -> EmbeddingData:
-    """As `finetune.data.classification.prepare`; `prompts` are those of a "query", which is a row's first text, and of
-    a "document"."""
+    """As `finetune.data.classification.prepare`; `prompts` are put before a "query", a row's first text, and before a
+    "document"."""
     settled = replace(arguments, query_prompt=prompts.get("query"), document_prompt=prompts.get("document"))
     clean = partial(clean_rows, said_prompt=arguments.document_prompt)
     kind = Kind("embedding", load_rows, clean, partial(encoder, settled), texts_of, _counts, (JUDGED, ROW))
@@ -77,7 +77,7 @@ def _counts(tables: Any, labels: Any) -> dict[str, int]:
 def encoder(
     arguments: EmbeddingDataArguments, tokenizer: Any, columns: Columns, max_length: int
 ) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
-    """Of rows of texts the token ids, each text cut to `max_length` with what the tokenizer puts around it."""
+    """Encodes rows of texts; each text is cut to `max_length`, including special tokens."""
 
     def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         names = [name for i in range(len(rows)) if (name := text_column(i)) in rows]
@@ -98,15 +98,15 @@ def encoder(
 
 
 def key(text: str) -> int:
-    """A number that equal texts share, and others do not but by a chance of 2^-63."""
+    """A hash of a text; different texts collide with probability 2^-63."""
     return int.from_bytes(hashlib.blake2b(text.strip().encode(), digest_size=8).digest(), "little") >> 1
 
 
 def collate(pad: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """B rows of C texts to `input_ids` and `attention_mask` (C B, T), whose i-th B are all i-th texts, of at most
-    `widths[i]` tokens; `keys` (B, C) and `judged` (B,), zeros of pairs: its bits, for under DeepSpeed the Trainer makes
-    bf16 of floats (transformers 5.23, Trainer._prepare_input). It counts by `labels` (B,), which come first, and by
-    `shift_labels`: without these it would leave out the first row, as the first token of a text."""
+    """B rows of C texts to `input_ids` and `attention_mask` (C B, T), text by text; the i-th texts have at most
+    `widths[i]` tokens. Also `keys` (B, C) and `judged` (B,), zeros for pairs, as raw bits: under DeepSpeed the Trainer
+    casts floats to bf16 (transformers 5.23, Trainer._prepare_input). `labels` (B,) come first, as the Trainer counts
+    rows by them; `shift_labels` keep it from dropping the first row, which it would as the first token of a text."""
     count, sides = len(rows), list(zip(*(row[IDS] for row in rows), strict=True))
     widths = [max(map(len, side)) for side in sides]
     one_each = torch.ones(count, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Rows for embeddings as people have them: pairs, with or without negatives; pairs with a score; texts with a label."""
+"""Common row formats for embedding training: pairs, with or without negatives; scored pairs; texts with a label."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from finetune.run.flags.text import PreparationArguments
 from finetune.run.recipes.embedding import EmbeddingDataArguments
 
 PAIRS, SCORED, CLASSES = "pairs", "scored pairs", "texts with labels"  # what the rows are
-JUDGED = "judged"  # our column of scores, or of the ids of labels
-NOT_JUDGED = object()  # stands for these in rows that have neither
-SHOWN = 60  # characters of what is no text
+JUDGED = "judged"  # our column for scores or label ids
+NOT_JUDGED = object()  # marks rows that have neither score nor label
+SHOWN = 60  # characters of a bad value shown in an error
 ANCHORS = ("anchor", "query", "question")
 POSITIVES = ("positive", "positives", "pos", "answer", "passage", "document")
 NEGATIVE = re.compile(r"(?:hard_)?neg(?:ative)?s?(?:_?(\d+))?")
@@ -39,8 +39,8 @@ LISTED = "anchor and positive (and negative, or negative_1, ...); sentence1, sen
 
 @dataclass(frozen=True)
 class Found:
-    """What a table's rows are, and the columns of their texts: an anchor, a positive and negatives; the two texts that
-    are compared; or the one that has a label. `judged` is the column of the score, or of the label."""
+    """What a table's rows are. `texts` names the columns of an anchor, a positive and negatives; of the two texts
+    compared; or of the labeled text. `judged` names the column of the score or label."""
 
     kind: str
     texts: tuple[str, ...]
@@ -48,12 +48,12 @@ class Found:
 
 
 def text_column(number: int) -> str:
-    """What the column of a row's texts is called once it is read."""
+    """The name of a row's text column after reading."""
     return f"text_{number}"
 
 
 def load_rows(arguments: EmbeddingDataArguments) -> tuple[Table, str]:
-    """The raw splits that are there, and a line that says where they come from. Raises RequestError."""
+    """The raw splits given, and a line that says where they come from. Raises RequestError."""
     given = open_splits(arguments, lambda split, name: open_file(f"{split}_file", name, encoding=arguments.encoding))
     if given:
         return given
@@ -64,7 +64,7 @@ def load_rows(arguments: EmbeddingDataArguments) -> tuple[Table, str]:
 
 
 def find_rows(names: Sequence[str], where: str) -> Found:
-    """Raises RequestError where no columns have the usual names."""
+    """Detects the format by column names. Raises RequestError if no columns have the usual names."""
     lower = {name.lower(): name for name in names}
     anchor = next((lower[name] for name in ANCHORS if name in lower), None)
     positive = next((lower[name] for name in POSITIVES if name in lower), None)
@@ -80,8 +80,8 @@ def find_rows(names: Sequence[str], where: str) -> Found:
         return Found(CLASSES, (text,), label)
     other = " Preferences are for recipes/preference.py." if {"chosen", "rejected"} <= lower.keys() else ""
     raise RequestError(
-        f"{where}: has no columns by the names that are known: {LISTED}. It has {', '.join(map(plain, names))}. Rename "
-        f"columns by --column_mapping OLD=NEW.{other}"
+        f"{where}: has no columns with known names: {LISTED}. It has {', '.join(map(plain, names))}. Rename "
+        f"columns with --column_mapping OLD=NEW.{other}"
     )
 
 
@@ -94,15 +94,15 @@ def clean_rows(
     trained: Any = None,
     said_prompt: str | None = None,
 ) -> CleanTables:
-    """Columns `text_0`, `text_1`, ... and, of scored pairs and of texts with labels, `judged`. `said_prompt` is
-    the --document_prompt that was given, and not the model's own. Raises RequestError."""
+    """Columns `text_0`, `text_1`, ... and, for scored pairs and labeled texts, `judged`. `said_prompt` is the
+    --document_prompt if the user gave one, not the model's own. Raises RequestError."""
     renamed = {split: _renamed(table, arguments, split) for split, table in tables.items()}
     first = "train" if "train" in renamed else next(iter(renamed))
     found = find_rows(renamed[first].column_names, said_split(arguments, first))
     if found.kind == CLASSES and said_prompt:
         raise RequestError(
-            f"--document_prompt {said_prompt!r}: does nothing, for each row is one text with its label. "
-            "--query_prompt stands before it."
+            f"--document_prompt {said_prompt!r}: has no effect, because each row is one text with its label. "
+            "--query_prompt is put before it."
         )
     read = {split: _texts_of(table, found, said_split(arguments, split)) for split, table in renamed.items()}
     widths = {split: _width(rows) if found.kind == PAIRS else len(found.texts) for split, rows in read.items()}
@@ -127,7 +127,7 @@ def clean_rows(
 
 
 def said_rows(columns: Columns, kind: str) -> str:
-    """Which columns are read as what, and which are not."""
+    """Which columns are read as what, and which are ignored."""
     first, *more = columns.text
     read = {"text" if kind == CLASSES else "anchor": (first,), "positive": more[:1], "negatives": more[1:]}
     if kind == SCORED:
@@ -142,11 +142,11 @@ def _renamed(table: Dataset, arguments: EmbeddingDataArguments, split: str) -> D
     return table.rename_columns(renames) if renames else table
 
 
-Row = tuple[tuple[Any, ...], Any, int]  # texts, what is judged, and the row's number in its file
+Row = tuple[tuple[Any, ...], Any, int]  # texts, score or label, and the row's number in its file
 
 
 def _texts_of(table: Dataset, found: Found, where: str) -> list[Row]:
-    """Of lists of positives each makes a row of its own, and lists of negatives are so many negatives."""
+    """Makes one row of each positive in a list, and one column of each negative in a list."""
     wanted = [*found.texts, *filter(None, [found.judged])]
     if missing := [name for name in wanted if name not in table.column_names]:
         raise RequestError(f"{where} has no column {missing[0]!r}. It has: {', '.join(table.column_names)}.")
@@ -156,7 +156,7 @@ def _texts_of(table: Dataset, found: Found, where: str) -> list[Row]:
     if found.kind == SCORED:
         judged = _scores(judged, str(found.judged), where)
     for number, (texts, value) in enumerate(zip(zip(*columns, strict=True), judged, strict=True)):
-        first, *more = texts  # a list of anchors is no text, and is refused as such
+        first, *more = texts  # a list of several anchors is refused later, as it is not text
         first = first[0] if isinstance(first, list) and len(first) == 1 else first
         more = [[*text] if isinstance(text, list) else [text] for text in more]
         positives = (more[0] or [None]) if more else []
@@ -166,7 +166,7 @@ def _texts_of(table: Dataset, found: Found, where: str) -> list[Row]:
 
 
 def _scores(values: Sequence[Any], name: str, where: str) -> list[float]:
-    """Raises RequestError for what is no number, and for the classes of pairs, whose ids are in no order."""
+    """Raises RequestError for non-numbers, and for class ids of pairs, which have no order."""
     found = []
     for number, value in enumerate(values):
         try:
@@ -175,15 +175,15 @@ def _scores(values: Sequence[Any], name: str, where: str) -> list[float]:
             found.append(math.inf)
         if math.isinf(found[-1]):
             raise RequestError(
-                f"{where}, row {number + 1}: {name} must be a number, and is {plain(str(value))!r}. Of classes "
-                "of pairs, such as entailment, make pairs with negatives: anchor, positive, negative."
+                f"{where}, row {number + 1}: {name} must be a number, and is {plain(str(value))!r}. Turn classes of "
+                "pairs, such as entailment, into pairs with negatives: anchor, positive, negative."
             )
     kinds = {value for value in found if not math.isnan(value)}
     if name.lower() == "label" and len(kinds) > 2 and all(value.is_integer() for value in kinds):
         raise RequestError(
             f"{where}: the labels {', '.join(f'{kind:g}' for kind in sorted(kinds)[:5])} may be classes of pairs, such "
-            "as of natural language inference, and no scores. Give pairs with negatives (anchor, positive, negative), "
-            f"or say that they are scores by --column_mapping {name}=score."
+            "as in natural language inference, not scores. Give pairs with negatives (anchor, positive, negative), "
+            f"or declare them as scores with --column_mapping {name}=score."
         )
     return found
 
@@ -193,12 +193,12 @@ def _label_names(found: Found, read: Mapping[str, Sequence[Row]], where: str) ->
         return []
     names = sorted({label_text(value) for rows in read.values() for _, value, _ in rows if not is_empty(value)})
     if len(names) < 2:
-        raise RequestError(f"{where}: {found.judged} is the same in every row, so that no texts are to be far apart.")
+        raise RequestError(f"{where}: {found.judged} is the same in every row, so there are no texts to push apart.")
     return names
 
 
 def _table(rows: Sequence[Row], width: int, names: Sequence[str], skip: bool, where: str) -> tuple[Dataset, int]:
-    """The rows whose texts are all there, and how many are left out. Raises RequestError."""
+    """The rows that are complete, and the number left out. Raises RequestError."""
     for texts, _, number in rows:
         if wrong := next((text for text in texts if isinstance(text, list | dict)), None):
             raise RequestError(f"{where}, row {number + 1}: must have texts, and has {plain(str(wrong)[:SHOWN])!r}.")
@@ -207,12 +207,12 @@ def _table(rows: Sequence[Row], width: int, names: Sequence[str], skip: bool, wh
         shown = ", ".join(str(number + 1) for number in bad[:5])
         raise RequestError(
             f"{where} has {len(bad):,} of {len(rows):,} rows with an empty text, score or label (counted from 1, "
-            f"without a header: {shown}{', ...' if len(bad) > 5 else ''}). Fix them, or leave them out by "
+            f"without a header: {shown}{', ...' if len(bad) > 5 else ''}). Fix them, or leave them out with "
             "--skip_bad_rows True."
         )
     kept = [row for row in rows if not _is_bad(row[0][:width], row[1])]
     if not kept:
-        raise RequestError(f"{where} has no row whose texts are all there. Check the column names.")
+        raise RequestError(f"{where} has no complete row. Check the column names.")
     ids = {name: i for i, name in enumerate(names)}
     table: dict[str, list[Any]] = {text_column(i): [str(texts[i]) for texts, _, _ in kept] for i in range(width)}
     judged = [ids[label_text(value)] if names else value for _, value, _ in kept]
@@ -225,24 +225,24 @@ def _is_bad(texts: Sequence[Any], value: Any) -> bool:
 
 
 def _width(rows: Sequence[Row]) -> int:
-    """The texts of a pair with the fewest negatives, of those that have both an anchor and a positive."""
+    """The smallest number of texts in any row that has an anchor and a positive."""
     return min((len(texts) for texts, value, _ in rows if not _is_bad(texts[:2], value)), default=2)
 
 
 def _cut_negatives(rows: Sequence[Row], width: int) -> str:
     most = max(len(texts) for texts, _, _ in rows)
-    return "" if most == width else f"rows have up to {most - 2} negatives, and the first {width - 2} of each are read"
+    return "" if most == width else f"rows have up to {most - 2} negatives; the first {width - 2} of each are read"
 
 
 def _held_out(table: Dataset, found: Found, classes: int, fraction: float, seed: int) -> tuple[Any, Any, str]:
-    """Of labels each alike; of pairs all rows of an anchor on one side. Raises RequestError."""
+    """Stratified by label; for pairs, all rows of one anchor go to the same side. Raises RequestError."""
     mend = "Add --validation_file."
     if found.kind == CLASSES:
         return hold_out(np.array(table[JUDGED][:]), classes, fraction, seed, mend)
     numbers: dict[str, int] = {}
     anchors = np.array([numbers.setdefault(text.strip(), len(numbers)) for text in table[text_column(0)]])
     if len(numbers) < 2:
-        raise RequestError(f"all training rows have the same {found.texts[0]}, so that none can be held out. {mend}")
+        raise RequestError(f"all training rows have the same {found.texts[0]}, so none can be held out. {mend}")
     one_each: npt.NDArray[np.int64] = np.zeros(len(numbers), dtype=np.int64)
     _, held_out, note = hold_out(one_each, 0, fraction, seed, mend)
     is_held = np.isin(anchors, held_out)
@@ -250,6 +250,6 @@ def _held_out(table: Dataset, found: Found, classes: int, fraction: float, seed:
 
 
 def texts_of(clean: CleanTables) -> Iterator[str]:
-    """All of the training rows, for a tokenizer."""
+    """All training texts, for training a tokenizer."""
     table = clean.splits["train"]
     return chain.from_iterable(table[name] for name in table.column_names if name.startswith("text_"))

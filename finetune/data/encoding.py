@@ -1,4 +1,4 @@
-"""Documents to token ids: for a table, on all cores and piece by piece onto the disk; for a stream, batch by batch."""
+"""Tokenizes documents: tables in parallel and piece by piece to disk; streams batch by batch."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from finetune.safe_read.bounded import each_bounded
 
 MANY_ROWS, MANY_BYTES = 2_000, 8 << 20
 MOST_CHARACTERS = 1 << 20
-BATCH_ROWS = 64  # with rows of documents.PIECE_CHARACTERS about 1 MiB of text at a time
+BATCH_ROWS = 64  # about 1 MiB of text at a time, with rows of documents.PIECE_CHARACTERS
 CHAT_ROWS = 1024  # a process is forked for each batch of conversations
 
 
 class Encoder:
-    """Rows of a format to columns `ids`, `learnt` (a truth value for each id; not for plain text, of which all is
-    learnt), `ends`, `characters` and `bytes` of what is learnt, and `remarks` on conversations (chat/remarks.py).
+    """Encodes rows of a format to columns `ids`, `learnt` (a boolean per id; absent for plain text, which is all
+    trained on), `ends`, `characters` and `bytes` of the trained text, and `remarks` on conversations (chat/remarks.py).
 
-    A class, for the processes that tokenize must be handed it.
+    A class, so that it can be passed to the tokenizing processes.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class Encoder:
         self.dtype = dtype_of(rows_of(tokenizer))
 
     def __call__(self, rows: dict[str, list[Any]], numbers: Sequence[int] = ()) -> dict[str, list[Any]]:
-        """`numbers` are the rows' places in their table: of one text in pieces, the first alone begins it. Raises
-        RequestError for a row that cannot be, saying where it is and quoting it."""
+        """`numbers` are the rows' positions in their table: of a text in pieces, only row 0 gets the start tokens.
+        Raises RequestError for a malformed row, saying where it is and quoting it."""
         return self._text(rows, numbers) if self.form.kind == TEXT else self._turns(rows)
 
     def _text(self, rows: dict[str, list[Any]], numbers: Sequence[int]) -> dict[str, list[Any]]:
@@ -68,8 +68,8 @@ class Encoder:
         backend: Any = getattr(self.tokenizer, "backend_tokenizer", None)
         if not hasattr(backend, "encode_batch_fast"):
             return list(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
-        # As the call above, in half the time and memory: nothing but the ids is made.
-        backend.no_truncation()  # a tokenizer.json may bring both
+        # Like the call above, but computes only the ids, in half the time and memory.
+        backend.no_truncation()  # a tokenizer.json may set both
         backend.no_padding()
         ids: list[list[int]] = []
         for some in _by_size(texts):
@@ -109,7 +109,7 @@ class Encoder:
 
 
 def _by_size(texts: list[str]) -> Iterator[list[str]]:
-    """Runs of texts of about MOST_CHARACTERS together: the tokenizer takes a hundred bytes for each while it works."""
+    """Groups texts to about MOST_CHARACTERS: the tokenizer takes a hundred bytes per character while it works."""
     some: list[str] = []
     size = 0
     for text in texts:
@@ -123,8 +123,8 @@ def _by_size(texts: list[str]) -> Iterator[list[str]]:
 
 
 def write_tokens(folder: Path, table: Any, encoder: Encoder, workers: int) -> tuple[dict[str, int], list[int]]:
-    """Tokenize a table into `folder`, by `workers` processes and never whole in memory; what it counted by name, and
-    how many conversations each of the REMARKS is of."""
+    """Tokenizes a table into `folder` in `workers` processes, never entirely in memory. Returns counts by name, and how
+    many conversations each of the REMARKS applies to."""
     dtype, kind = encoder.dtype, encoder.form.kind
     features = {"ids": List(Value(dtype)), "ends": Value("bool"), "characters": Value("int64"), "bytes": Value("int64")}
     if kind != TEXT:
@@ -140,7 +140,7 @@ def write_tokens(folder: Path, table: Any, encoder: Encoder, workers: int) -> tu
         num_proc=min(workers, len(table)) if workers > 1 and _is_large(table) else None,
         remove_columns=table.column_names,
         features=Features(features),
-        cache_file_name=str(scratch / "rows.arrow"),  # not the library's own cache, where it would stay
+        cache_file_name=str(scratch / "rows.arrow"),  # the library's own cache would keep it
         desc="tokenizing",
     )
     writer = TokenWriter(folder, dtype)
@@ -162,22 +162,22 @@ def write_tokens(folder: Path, table: Any, encoder: Encoder, workers: int) -> tu
 
 
 def _is_large(table: Any) -> bool:
-    """Whether starting processes pays: it takes a second or two."""
+    """Whether starting processes pays off: it takes a second or two."""
     return len(table) > MANY_ROWS or (table.data.nbytes or 0) > MANY_BYTES
 
 
 class UnknownCharacterError(RequestError):
-    """Of a text, which a character tokenizer has not."""
+    """A text has a character that the character tokenizer lacks."""
 
 
 def refuse_unknown_characters(letters: frozenset[str] | None, text: str, where: str) -> None:
-    """Raises UnknownCharacterError at what is none of a character tokenizer's `letters` (None for one of another
-    kind): it would be left out without a word."""
+    """Raises UnknownCharacterError for a character that is not in a character tokenizer's `letters` (None for other
+    tokenizers): it would be dropped silently."""
     if letters is None or letters.issuperset(text):
         return
     place = next(i for i, character in enumerate(text) if character not in letters)
     near = text[max(0, place - 20) : place + 20]
     raise UnknownCharacterError(
         f"{where} has {text[place]!r} (U+{ord(text[place]):04X}) in {near!r}, for which the character tokenizer has no "
-        "token: the text that it was made from lacks it. Fix the text, or from scratch use --tokenizer byte or bpe."
+        "token: its training text lacks it. Fix the text, or when training from scratch use --tokenizer byte or bpe."
     )

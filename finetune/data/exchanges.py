@@ -1,4 +1,4 @@
-"""What is asked in the documents of a split, and what is answered last: from their tokens as they are learnt."""
+"""The prompt and the last answer of each document of a split, from its tokens."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from finetune.data.packing import PackedDataset
 
 @dataclass(frozen=True)
 class Exchanges:
-    """By document: its number in the split, the tokens before its last answer, and those of the answer."""
+    """For each document: its number in the split, the tokens before its last answer, and the answer's tokens."""
 
     numbers: list[int]
     prompts: list[list[int]]
     answers: list[list[int]]
-    documents: int  # of the split, those without a question or an answer included
+    documents: int  # documents in the split, including those without a prompt or answer
 
 
 def exchanges_of(split: PackedDataset | Joined) -> Exchanges:
-    """Of conversations the last turn that is learnt, and of a row with a prompt its completion, each with the mark that
-    ends it. Before it stands what it is learnt after, header included. A document without either is left out. The split
-    has to say of each token whether it is learnt."""
+    """The last trained turn of each conversation, or a row's completion, including its end token; the prompt is
+    everything before it, including the header. Skips documents without a prompt or answer. The split must record which
+    tokens are trained on."""
     numbers, prompts, answers, first = [], [], [], 0
     for part in split.parts if isinstance(split, Joined) else (split,):
         tokens = part.tokens
@@ -40,7 +40,7 @@ def exchanges_of(split: PackedDataset | Joined) -> Exchanges:
 
 
 def _last_run(learnt: npt.NDArray[np.bool_]) -> tuple[int, int]:
-    """Where the last tokens that are learnt together begin and end; 0, 0 where none are."""
+    """Start and end of the last contiguous run of trained tokens; 0, 0 if there is none."""
     places = np.flatnonzero(learnt)
     if not len(places):
         return 0, 0

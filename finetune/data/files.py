@@ -1,4 +1,4 @@
-"""Open local tables and hub data sets as `datasets.Dataset`, with errors that say where and how to fix."""
+"""Opens local tables and hub data sets as `datasets.Dataset`, with errors that name the place and the fix."""
 
 from __future__ import annotations
 
@@ -33,24 +33,23 @@ KINDS = {
     ".jsonl": "json",
     ".parquet": "parquet",
 }
-TEXT_FILES = (".txt", ".text", ".md")  # of a language model, each a document
-OFFLINE = "Offline? Give local files by --train_file (csv, tsv, json, parquet), or leave both out for built-in text."
-# What pandas 2 and 3 say (_libs/src/parser/tokenizer.c); in other words it is shown as it is.
+TEXT_FILES = (".txt", ".text", ".md")  # for language models; each file is one document
+OFFLINE = "Offline? Give local files with --train_file (csv, tsv, json, parquet), or leave both out for built-in text."
+# Error messages of pandas 2 and 3 (_libs/src/parser/tokenizer.c). A message that does not match is shown unchanged.
 TOO_LONG = re.compile(r"Expected (\d+) fields in line (\d+), saw (\d+)")
 NOT_CLOSED = re.compile(r"EOF inside string starting at row (\d+)")
 MOST_COLUMNS = 2_000  # `datasets` copies its description of each column dozens of times: 30,000 take half a minute
-HEADER_BYTES = 2**20  # of a table in a folder, that are looked at for its columns
-SNIFFED_ROWS = 200  # how much of a table is looked at to tell a header from a row, and quoting from plain text
+HEADER_BYTES = 2**20  # of a table in a folder, read to count its columns
+SNIFFED_ROWS = 200  # rows read to detect a header and quoting
 
 
 def open_file(
     flag: str, name: str, streaming: bool = False, has_header: bool | None = None, encoding: str | None = None
 ) -> Dataset | IterableDataset:
-    """The rows of one csv, tsv, json(l) or parquet file. Cells of csv and tsv stay text: labels are typed later.
+    """The rows of a csv, tsv, json(l) or parquet file. Cells of csv and tsv stay text: labels are typed later.
 
-    A csv or tsv without a header row gets the column names `column_1`, `column_2`, ... `has_header` says whether it has
-    one; None looks. Raises RequestError.
-    """
+    A csv or tsv without a header row gets the column names `column_1`, `column_2`, ... `has_header` None means to
+    detect the header. Raises RequestError."""
     from datasets import Features, Value, load_dataset
     from datasets.exceptions import DatasetGenerationError
     from datasets.utils.extract import Extractor
@@ -63,8 +62,8 @@ def open_file(
         there = f" {path.parent}/ holds {', '.join(near)}." if near else f" {path.parent}/ holds no table either."
         raise RequestError(f"--{flag} {name}: there is no such file.{there} Check the path.")
     open_plain(path, name=f"--{flag} {name}").close()
-    if packed := Extractor.infer_extractor_format(path):  # `datasets` would unpack it, whatever its name says
-        raise RequestError(f"--{flag} {name}: is packed ({packed}). Unpack it.")
+    if packed := Extractor.infer_extractor_format(path):  # `datasets` would unpack it, whatever its suffix
+        raise RequestError(f"--{flag} {name}: is compressed ({packed}). Unpack it.")
     kind = KINDS.get(path.suffix.lower())
     if kind is None:
         other = " CoNLL text is for recipes/token_cls.py." if path.suffix.lower() in CONLL else ""
@@ -94,8 +93,8 @@ def open_file(
 def open_hub(
     name: str, config: str | None, split: str, streaming: bool = False, mend: str = OFFLINE
 ) -> Dataset | IterableDataset | None:
-    """One split of a hub data set (or of a local folder in the hub's layout); None where it has no such split. `mend`
-    says what to do without the hub."""
+    """One split of a hub data set (or of a local folder in the hub's layout); None if it has no such split. `mend`
+    tells the user what to do without the hub."""
     import datasets
     from datasets.exceptions import DatasetNotFoundError
 
@@ -115,24 +114,24 @@ def open_hub(
         if "Unknown split" in str(error) or "Bad split" in str(error):
             return None
         raise RequestError(f"--dataset_name {name}: {error}") from error
-    except Exception as error:  # whatever files made to break it can raise
+    except Exception as error:  # malformed files can raise anything
         raise RequestError(_not_found(name, error, mend)) from error
 
 
 def _cache_of(folder: str | None, *files: str) -> str:
-    """Where `datasets` keeps what it makes of local files: by itself it knows them by name and time of change alone
-    (5.2, data_files.py, _get_single_origin_metadata), and would give the rows of an older file."""
+    """A cache folder for what `datasets` makes of local files. `datasets` itself identifies files by name and mtime
+    alone (5.2, data_files.py, _get_single_origin_metadata), and could return rows of an older file."""
     import datasets
 
     return str(Path(datasets.config.HF_DATASETS_CACHE, f"local-{cache_key(file_states(folder, *files))}"))
 
 
 def _not_found(name: str, error: Exception, mend: str) -> str:
-    return f"--dataset_name {name}: neither a local folder nor to be had from the hub ({first_line(error)}). {mend}"
+    return f"--dataset_name {name}: not a local folder, and not available from the hub ({first_line(error)}). {mend}"
 
 
 def csv_options(said: str, path: Path, has_header: bool | None) -> dict[str, Any]:
-    """Separator, quoting and header, found from the first rows, as keyword arguments for pandas' reader."""
+    """Separator, quoting and header, detected from the first rows, as keyword arguments for pandas' reader."""
     with path.open(encoding=UTF8, newline="", errors="replace") as file:
         lines = list(itertools.islice(file, SNIFFED_ROWS))
     first = lines[0] if lines else ""
@@ -148,25 +147,25 @@ def csv_options(said: str, path: Path, has_header: bool | None) -> dict[str, Any
     rows = [row for _, row in numbered]
     if not rows:
         raise RequestError(f"{said}: the file has no rows.")
-    for number, row in numbered:  # of which pandas would take the first for an index, without a word
+    for number, row in numbered:  # pandas would silently take the first cell as an index
         if len(row) > len(rows[0]):
             raise RequestError(f"{said}: {_too_long(number, len(row), len(rows[0]))}")
     refuse_wide(said, len(rows[0]))
     usual = statistics.mode([len(row) for row in rows[1:]] or [0])
     are_most = 2 * sum(len(row) == usual for row in rows) > len(rows)
     named = len(rows[0]) - next((i for i, name in enumerate(reversed(rows[0])) if name.strip()), len(rows[0]))
-    if 1 < usual < named and are_most:  # which pandas would fill up with nothing
+    if 1 < usual < named and are_most:  # pandas would fill the missing cells with empty ones
         raise RequestError(f"{said}: {_too_long(numbered[0][0], len(rows[0]), usual)}")
     header = _has_header(rows) if has_header is None else has_header
     names = rows[0] if header else [f"column_{i + 1}" for i in range(len(rows[0]))]
     if len(set(names)) < len(names):
-        raise RequestError(f"{said}: two columns have one name in the header: {', '.join(names)}.")
+        raise RequestError(f"{said}: two columns have the same name in the header: {', '.join(names)}.")
     return {
         "sep": separator,
         "quoting": quoting,
         "header": 0 if header else None,
         "names": names,
-        "keep_default_na": False,  # "NA" and "null" are words; an empty cell is found later, as an empty row
+        "keep_default_na": False,  # "NA" and "null" are words; empty cells are handled later
         "encoding": UTF8,
     }
 
@@ -174,13 +173,13 @@ def csv_options(said: str, path: Path, has_header: bool | None) -> dict[str, Any
 def refuse_wide(said: str, columns: int) -> None:
     if columns > MOST_COLUMNS:
         raise RequestError(
-            f"{said}: has {columns:,} columns, and a table for a recipe has at most {MOST_COLUMNS:,}. Keep those of "
-            "text and label."
+            f"{said}: has {columns:,} columns, but a table for a recipe has at most {MOST_COLUMNS:,}. Keep only those "
+            "with text and label."
         )
 
 
 def _refuse_wide_tables(folder: Path, said: str) -> None:
-    """By the separators of each table's first line."""
+    """Counts the separators in each table's first line."""
     for path in sorted(path for kind in ("*.csv", "*.tsv") for path in folder.rglob(kind)):
         with open_plain(path) as file:
             line = file.readline(HEADER_BYTES)
@@ -189,14 +188,14 @@ def _refuse_wide_tables(folder: Path, said: str) -> None:
 
 def _too_long(line: int, cells: int, columns: int) -> str:
     return (
-        f"line {line} has {cells} cells, and there are {columns} columns. Put a cell that holds the separator into "
-        "double quotes, or take what is too much out."
+        f"line {line} has {cells} cells, but there are {columns} columns. Put a cell that contains the separator in "
+        "double quotes, or remove the extra cells."
     )
 
 
 def _refuse_deep(said: str, path: Path) -> None:
-    """Arrow's parser calls itself for each level, and the process dies of some thousands of them. Brackets are counted
-    first, and where they are many looked at one by one, for those inside of texts do not count."""
+    """Arrow's parser recurses for each level, and crashes the process at some thousands. Counts brackets first and, if
+    there are many, parses tokens, because brackets inside strings do not count."""
     level = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -212,15 +211,15 @@ def _refuse_deep(said: str, path: Path) -> None:
 
 
 def _is_quoted(lines: list[str]) -> bool:
-    """True where cells are wrapped in double quotes as csv writers do it; else a quote is a mere character."""
+    """Whether cells are wrapped in double quotes as csv writers do; otherwise a quote is an ordinary character."""
     cells = [cell for line in lines for cell in line.rstrip("\r\n").split("\t") if '"' in cell]
     wrapped = [c for c in cells if len(c) > 1 and c[0] == c[-1] == '"' and '"' not in c[1:-1].replace('""', "")]
     return bool(cells) and len(wrapped) == len(cells)
 
 
 def _has_header(rows: list[list[str]]) -> bool:
-    """The first row is a header unless one of its cells looks like the cells under it: a number over numbers, or a
-    value that the column takes again and again."""
+    """The first row is a header unless one of its cells looks like the cells below it: a number above numbers, or a
+    value that recurs in the column."""
     if len(rows) < 2:
         return True
     for column, first in enumerate(rows[0]):
@@ -241,15 +240,15 @@ def _is_number(cell: str) -> bool:
 
 
 def _fault(kind: str, path: Path, error: Exception) -> str:
-    """What is wrong with a file that a reader refused, with its line."""
+    """The fault, with its line, of a file that a reader rejected."""
     if kind == "json":
         for number, line in _numbered_lines(path):
             try:
                 json.loads(line)
             except json.JSONDecodeError as fault:
-                return f"line {number}, column {fault.colno}: {fault.msg}. One JSON object a line is expected."
+                return f"line {number}, column {fault.colno}: {fault.msg}. One JSON object per line is expected."
             except (ValueError, RecursionError):
-                return f"line {number}: nested too deep, or a number too long. One JSON object a line is expected."
+                return f"line {number}: nested too deeply, or a number too long. One JSON object per line is expected."
     causes: list[str] = []
     cause: BaseException | None = error
     while cause is not None:
@@ -261,7 +260,7 @@ def _fault(kind: str, path: Path, error: Exception) -> str:
 
 
 def _explained(words: str) -> str:
-    """What pandas means; nothing for what it says of other things."""
+    """A clearer form of some pandas errors; empty for others."""
     if found := TOO_LONG.search(words):
         return _too_long(int(found[2]), int(found[3]), int(found[1]))
     if found := NOT_CLOSED.search(words):
@@ -270,14 +269,14 @@ def _explained(words: str) -> str:
 
 
 def readable(rows: Iterable[T], fault: type[FinetuneError]) -> Iterator[T]:
-    """`rows` of a stream, of whose file only the beginning was looked at; a `fault` where they cannot be read on."""
+    """Yields `rows` of a stream, of which only the beginning was checked. Raises `fault` if reading fails later."""
     try:
         yield from rows
     except UnicodeDecodeError as error:
         raise fault(
-            f"the stream is not UTF-8 to its end ({error.reason}), as its beginning is. Say what it is by --encoding."
+            f"the stream is not UTF-8 to its end ({error.reason}), only at its beginning. Set --encoding."
         ) from error
-    except ValueError as error:  # which Arrow's and pandas' are
+    except ValueError as error:  # includes errors of Arrow and pandas
         why = _explained(str(error)) or f"{first_line(error)}. Fix its file."
         raise fault(f"the stream cannot be read to its end: {why}") from error
 

@@ -1,5 +1,5 @@
-"""Which columns of a table hold the text and the label, the words and their tags, or the two texts of a pair: as flags
-say, or found where that is unambiguous. Imports no torch."""
+"""Finds the columns of a table with text and label, with words and tags, or with a text pair: as given by flags, or by
+name if unambiguous. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from finetune.run.flags.text import TokenDataArguments
 from finetune.run.recipes.seq2seq import PairArguments
 
 LABEL_NAMES = ("label", "labels", "sentiment", "class", "category", "target", "y", "score", "stars", "rating")
-SURE_LABEL_NAMES = ("label", "labels")  # whatever else is there
+SURE_LABEL_NAMES = ("label", "labels")  # taken even if other candidates exist
 TEXT_NAMES = ("text", "sentence", "review", "content", "document", "body", "comment", "tweet", "message", "question")
-# The layouts of the GLUE tasks (transformers, examples/pytorch/text-classification/run_glue.py) and their like.
+# The layouts of the GLUE tasks (transformers, examples/pytorch/text-classification/run_glue.py) and similar ones.
 PAIR_NAMES = (
     ("sentence1", "sentence2"),
     ("premise", "hypothesis"),
@@ -24,26 +24,26 @@ PAIR_NAMES = (
     ("text_a", "text_b"),
     ("query", "passage"),
 )
-OURS = "label"  # what the column of labels is called once it is read: no text has this name
+OURS = "label"  # our name for the label column, which no text column may have
 TOKEN_NAMES, TAG_NAMES = ("tokens", "words"), ("tags", "ner_tags", "labels", "label")
-# The layouts of the usual data sets (transformers, examples/pytorch/summarization/run_summarization.py) and their like.
+# Layouts of common data sets (transformers, examples/pytorch/summarization/run_summarization.py) and similar ones.
 SOURCE_NAMES = (
     *(("source", "target"), ("src", "tgt"), ("input", "output"), ("inputs", "targets"), ("input_text", "target_text")),
     *(("document", "summary"), ("article", "highlights"), ("dialogue", "summary"), ("text", "summary")),
     *(("article", "summary"), ("text", "headline"), ("text", "title"), ("report", "summary"), ("review", "title")),
     *(("question", "answer"), ("code", "docstring"), ("prompt", "completion")),
 )
-TRANSLATION = "translation"  # a column of objects, of texts by language
-SHOWN, SHOWN_CHARACTERS = 30, 60  # columns that an error lists, and of the name of each
-HEAD_ROWS = 200  # of a table: by these its columns are found
+TRANSLATION = "translation"  # a column of objects that hold a text per language
+SHOWN, SHOWN_CHARACTERS = 30, 60  # columns listed in an error, and characters of each name
+HEAD_ROWS = 200  # rows from which columns are detected
 
 
 def find_columns(
     head: Sequence[dict[str, Any]], text: Sequence[str] | None, label: str | None, where: str, needs_label: bool = True
 ) -> Columns:
-    """Text and label columns of a table, from its first rows `head`. What is given by flag is only checked.
+    """Text and label columns of a table, from its first rows `head`. Columns given by flag are only checked.
 
-    Raises RequestError, listing the columns with a value each, where the choice is not clear.
+    Raises RequestError, listing the columns with a sample value each, if the choice is ambiguous.
     """
     names = list(head[0])
     for wanted, flag in [(name, "text_column_names") for name in text or ()] + [(label, "label_column_name")]:
@@ -59,16 +59,16 @@ def find_columns(
     label = label or _find_label(head, set(text or ()))
     if label is None and needs_label and len(names) == 1:
         raise RequestError(
-            f"{where}: has one column, {names[0][:30]!r}, and no label beside it. Give a csv, tsv, json or parquet "
-            "file with a column of texts and one of labels. (The columns of a txt lie between tabs.)"
+            f"{where}: has one column, {names[0][:30]!r}, and no label. Give a csv, tsv, json or parquet file with a "
+            "column of texts and one of labels. (In a txt file, tabs separate columns.)"
         )
     if label is None and needs_label:
         raise RequestError(f"{where}: cannot tell which column is the label. {_describe(head)} {_how_to_say_it(head)}")
     found = tuple(text) if text else _find_text(head, label, where)
     if label is not None and OURS in found:
         raise RequestError(
-            f"{where}: the column {OURS!r} would be read as text, and {label!r} as label. Say them by "
-            f"--text_column_names and --label_column_name the other way round, or give {OURS!r} another name."
+            f"{where}: the column {OURS!r} would be read as text, and {label!r} as label. Swap them with "
+            f"--text_column_names and --label_column_name, or rename {OURS!r}."
         )
     return Columns(found, label, tuple(name for name in names if name not in (*found, label)))
 
@@ -76,10 +76,10 @@ def find_columns(
 def _how_to_say_it(head: Sequence[dict[str, Any]]) -> str:
     hot = [name for name in head[0] if {str(row[name]) for row in head} == {"0", "1"}]
     if len(hot) > 1:
-        return f"Say it by --label_column_name, or, if each is a label, --label_column_names {' '.join(hot)}."
+        return f"Name it with --label_column_name or, if each is a label, --label_column_names {' '.join(hot)}."
     if {"tokens", "words"} & {name.lower() for name in head[0]}:
-        return "Say it by --label_column_name; words with a tag each are for recipes/token_cls.py."
-    return "Say it by --label_column_name."
+        return "Name it with --label_column_name; words with a tag each are for recipes/token_cls.py."
+    return "Name it with --label_column_name."
 
 
 def _find_label(head: Sequence[dict[str, Any]], taken: set[str]) -> str | None:
@@ -91,7 +91,7 @@ def _find_label(head: Sequence[dict[str, Any]], taken: set[str]) -> str | None:
         return None
     if any(name in lower for name in TEXT_NAMES):
         return None
-    # No telling name: the one column whose values recur, in a table that has others.
+    # No name helps: take the column whose values recur, if it is the only one and not the only column.
     recurring = [name for name in lower.values() if len({str(row[name]) for row in head}) <= max(2, len(head) // 3)]
     return recurring[0] if len(recurring) == 1 and len(lower) > 1 else None
 
@@ -109,7 +109,7 @@ def _find_text(head: Sequence[dict[str, Any]], label: str | None, where: str) ->
         if len(found) == 1:
             return (found[0],)
     raise RequestError(
-        f"{where}: cannot tell which column is the text. {_describe(head)} Say it by --text_column_names."
+        f"{where}: cannot tell which column is the text. {_describe(head)} Name it with --text_column_names."
     )
 
 
@@ -121,7 +121,7 @@ def _describe(head: Sequence[dict[str, Any]]) -> str:
 
 
 def find_token_columns(names: Sequence[str], arguments: TokenDataArguments, said: str, is_labelled: bool) -> Columns:
-    """Columns of words and of their tags. Raises RequestError."""
+    """Columns of words and tags. Raises RequestError."""
     there = [name for name in names if name != LINE]
 
     def find(flag: str, given: str | None, names: Sequence[str], needed: bool) -> str | None:
@@ -130,8 +130,8 @@ def find_token_columns(names: Sequence[str], arguments: TokenDataArguments, said
             is_text = flag == "tokens_column_name" and {*TEXT_NAMES, *SURE_LABEL_NAMES} & {one.lower() for one in there}
             other = " Texts with a label each are for recipes/seq_cls.py." if is_text else ""
             raise RequestError(
-                f"{said}: has no column {found or ' or '.join(names)!r}; it has {', '.join(there)}. Say which "
-                f"it is by --{flag}.{other}"
+                f"{said}: has no column {found or ' or '.join(names)!r}; it has {', '.join(there)}. Name it with "
+                f"--{flag}.{other}"
             )
         return found
 
@@ -141,7 +141,7 @@ def find_token_columns(names: Sequence[str], arguments: TokenDataArguments, said
 
 
 def find_pair(names: Sequence[str], arguments: PairArguments, said: str, is_labelled: bool) -> Columns:
-    """Which columns are read and written. Raises RequestError."""
+    """The source and target columns. Raises RequestError."""
     lower = {name.lower(): name for name in names}
     found = [(lower[a], lower[b]) for a, b in SOURCE_NAMES if a in lower and b in lower]
     source, target = arguments.source_column_name, arguments.target_column_name
@@ -154,11 +154,10 @@ def find_pair(names: Sequence[str], arguments: PairArguments, said: str, is_labe
         if (name is None and (flag == "source" or is_labelled)) or (name is not None and name not in names):
             other = " Conversations are for recipes/causal_lm.py." if "messages" in lower else ""
             other += " Preferences are for recipes/preference.py." if "chosen" in lower else ""
-            what = f"no column {name!r}" if name else f"no two columns by the usual names to tell the {flag} by"
+            what = f"no column {name!r}" if name else f"no two columns with known names to find the {flag}"
             raise RequestError(
-                f"{said}: has {what}; it has {', '.join(map(plain, names))}. Say which it is by "
-                f"--{flag}_column_name.{other}"
+                f"{said}: has {what}; it has {', '.join(map(plain, names))}. Name it with --{flag}_column_name.{other}"
             )
     if source == target:
-        raise RequestError(f"{said}: {source!r} cannot be source and target. Say another by --target_column_name.")
+        raise RequestError(f"{said}: {source!r} cannot be source and target. Choose another with --target_column_name.")
     return Columns((str(source),), target, tuple(name for name in names if name not in (source, target)))

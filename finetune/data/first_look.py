@@ -1,4 +1,4 @@
-"""Columns of --train_file, looked at before torch is imported; without `datasets`, which takes a second by itself."""
+"""Checks the columns of --train_file before torch is imported, without `datasets`, which takes a second to import."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from finetune.run.paths import named_in
 from finetune.run.recipes.seq2seq import PairArguments
 from finetune.safe_read.files import open_plain
 
-HEAD_CHARACTERS = 10 << 20  # of which `datasets` makes its first table of JSON, whose columns all others must have
+HEAD_CHARACTERS = 10 << 20  # `datasets` infers the columns of a JSON file from this much
 
 Rows = list[dict[str, Any]]
 
 
 def look_at_columns(run: Any) -> None:
-    """Raises RequestError as the preparation of the data would, by the first rows of --train_file. Of a file that is
-    not as its name says, the preparation says more."""
+    """Raises the RequestErrors of the data preparation early, from the first rows of --train_file. A file that cannot
+    be read is left to the preparation, which explains more."""
     for name in named_in(run.value("train_file")):
         _look(run, name)
 
@@ -51,7 +51,7 @@ def _look(run: Any, name: str) -> None:
         data = run[DataArguments]
         find_columns(rows, data.text_column_names, data.label_column_name, where)
     elif wants_pairs:
-        if TRANSLATION not in rows[0]:  # whose languages the preparation knows
+        if TRANSLATION not in rows[0]:  # the preparation checks the languages
             find_pair(list(rows[0]), run[PairArguments], where, True)
     elif wants_tokens:
         _look_at_tags(rows, run, name)
@@ -72,14 +72,14 @@ def _look_at_tags(rows: Rows, run: Any, name: str) -> None:
     column = str(find_token_columns(list(rows[0]), run[TokenDataArguments], said, True).label)
     tags = [row[column] for row in rows if isinstance(row[column], list)]
     kinds = {type(tag) for row in tags for tag in row}
-    if kinds == {int} and not name.lower().endswith(".parquet"):  # which may name its numbers
+    if kinds == {int} and not name.lower().endswith(".parquet"):  # Parquet may store names for ids
         raise not_named(said, column, "names of tags", f", but numbers such as {tags[0]}")
     if kinds <= {str}:
         find_scheme(spelt_alike(tags, said)[0], said)
 
 
 def _head(run: Any, name: str, kind: str) -> Rows:
-    """The first rows, all with the same columns; none where they cannot be read."""
+    """The first rows, all with the same columns; empty if they cannot be read."""
     path, said = Path(name).expanduser(), f"--train_file {name}"
     open_plain(path, name=said).close()
     try:
@@ -101,7 +101,7 @@ def _of_parquet(path: Path, _: str) -> Rows:
 
 
 def _of_json(path: Path, _: str) -> Rows:
-    """Of a line each."""
+    """Reads JSON Lines."""
     with path.open(encoding=UTF8) as file:
         lines = file.read(HEAD_CHARACTERS).split("\n")
         is_whole = not file.read(1)

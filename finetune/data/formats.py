@@ -1,4 +1,4 @@
-"""The formats that documents come in, known by their columns: texts, conversations, or prompts with a completion.
+"""Detects the format of documents by their columns: texts, conversations, or prompts with a completion.
 Imports no torch."""
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from finetune.data.find_columns import TEXT_NAMES
 from finetune.errors import RequestError
 
 SYSTEM = "system"
-NOT_LEARNT = 0  # OpenAI's `weight` of an assistant's turn that is read alone
-# ShareGPT's names of roles, and what vendors have made of them.
+NOT_LEARNT = 0  # OpenAI's `weight` of an assistant turn that is not trained on
+# ShareGPT's role names, and vendors' variants.
 ROLE_OF = {"human": "user", "user": "user", "observation": "tool", "function_response": "tool"} | dict.fromkeys(
     ("gpt", "model", "chatgpt", "bot", "assistant", "function_call"), ASSISTANT
 )
 SUMMARISED = ("article", "dialogue", "document", *TEXT_NAMES)
-PAIRS = ("chosen", "rejected")  # answers, the better and the worse
-OUT_OF_THE_WAY = "--column_mapping NAME=OTHER renames a column, --text_column_name NAME learns one as plain text"
+PAIRS = ("chosen", "rejected")  # the better and the worse answer
+OUT_OF_THE_WAY = "--column_mapping NAME=OTHER renames a column, --text_column_name NAME trains on one as plain text"
 
 
 @dataclass(frozen=True)
 class Format:
-    """`kind` is what a row becomes: TEXT, CHAT or COMPLETION; `columns` are those that are read."""
+    """`kind` is what a row becomes: TEXT, CHAT or COMPLETION; `columns` are the columns to read."""
 
     name: str
     kind: str
     columns: tuple[str, ...]
 
     def conversation(self, row: Mapping[str, Any]) -> tuple[Any, Any]:
-        """The turns and the tools of a row. Raises RequestError, quoting what is none."""
+        """The turns and the tools of a row. Raises RequestError for malformed turns, quoting them."""
         return led_by(row.get(SYSTEM), TURNS[self.name](row)), row.get(TOOLS)
 
     def words(self, row: Mapping[str, Any]) -> str:
-        """What a row says, without the rules of its system and its tools: by this rows are compared."""
+        """A row's text without system message and tools, for comparing rows."""
         if self.kind != CHAT:
             return "\n".join(str(row[name] or "") for name in self.columns)
         turns = self.conversation(row)[0]
@@ -45,7 +45,7 @@ class Format:
         return "\n".join(said)
 
     def describe(self, names: Sequence[str], renamed: Mapping[str, str], rows: int | None) -> str:
-        """The line on a table of columns `names`, some `renamed` (new name to old), of so many `rows`, if known."""
+        """Describes a table: its columns `names`, some `renamed` (new name to old), and number of `rows`, if known."""
         read = [renamed.get(name, name) for name in self.columns]
         others = [renamed.get(name, name) for name in names if name not in self.columns]
         into = " -> messages" if self.kind == CHAT and read[0] != "messages" else ""
@@ -56,7 +56,7 @@ class Format:
 
 
 MESSAGES, SHAREGPT, ALPACA = "messages", "ShareGPT", "Alpaca"
-FORMATS = (  # a name, the columns that it must have, and those that it may have
+FORMATS = (  # name, required columns, optional columns
     (MESSAGES, ("messages",), (TOOLS, SYSTEM)),
     (SHAREGPT, ("conversations",), (TOOLS, SYSTEM)),
     (ALPACA, ("instruction", "output"), ("input", "history", SYSTEM, TOOLS)),
@@ -67,13 +67,13 @@ FORMATS = (  # a name, the columns that it must have, and those that it may have
 
 
 def find_format(names: Sequence[str], rows: Iterable[Mapping[str, Any]], column: str | None, where: str) -> Format:
-    """What the rows of a table or stream hold, by the names of its columns and its first row; `column` is the text's,
-    where --text_column_name gives it. Raises RequestError where that is not clear."""
+    """The format of a table or stream, from its column names and first row; `column` is --text_column_name, if given.
+    Raises RequestError if the format is ambiguous."""
     found = [row for row in FORMATS if set(row[1]) <= set(names)] if column is None else []
     if len(found) > 1:
         kinds = " and ".join(f"{name} ({' + '.join(needed)})" for name, needed, _ in found)
         raise RequestError(
-            f"{where}: the rows have the columns of {kinds}, and which is meant is not clear; they are "
+            f"{where}: the rows have the columns of {kinds}, which is ambiguous; the columns are "
             f"{', '.join(names)}. {OUT_OF_THE_WAY}."
         )
     if not found:
@@ -95,21 +95,21 @@ def _text(names: Sequence[str], rows: Iterable[Mapping[str, Any]], column: str |
         first = next(iter(rows))
         better = "messages" if _first_turn(first["chosen"]) else "completion" if "prompt" in names else "text"
         raise RequestError(
-            f"{where}: the rows are preferences, a better and a worse answer each (chosen, rejected), for "
-            f"recipes/preference.py. This one learns the better answer alone by --column_mapping chosen={better}."
+            f"{where}: the rows are preferences with a better and a worse answer each (chosen, rejected), for "
+            f"recipes/preference.py. To train on the better answer alone, add --column_mapping chosen={better}."
         )
     if column is None and "data" in names and _is_squad(next(iter(rows))["data"]):
         raise RequestError(
-            f"{where}: is SQuAD's JSON, questions with a text each in which the answer is found, for "
+            f"{where}: is SQuAD's JSON: questions, each with a text that contains the answer. Use "
             "recipes/question_answering.py."
         )
     lower = {name.lower(): name for name in names}
     article = next((lower[name] for name in SUMMARISED if name in lower), None)
     if column is None and article is not None and "summary" in names:
         raise RequestError(
-            f"{where}: the rows look like texts with a summary each ({article}, summary), and the summary would "
-            "not be learnt. recipes/seq2seq.py writes one from the other; this one learns the summary as an answer by "
-            f"--column_mapping {article}=prompt summary=completion, or the text alone by --text_column_name {article}."
+            f"{where}: the rows look like texts with a summary each ({article}, summary), and the summary would not be "
+            "trained on. Use recipes/seq2seq.py to write summaries; or train on the summary as an answer with "
+            f"--column_mapping {article}=prompt summary=completion, or on the text with --text_column_name {article}."
         )
     found = column or next((lower[name] for name in TEXT_NAMES if name in lower), None)
     if found is None and len(names) == 1:
@@ -118,14 +118,14 @@ def _text(names: Sequence[str], rows: Iterable[Mapping[str, Any]], column: str |
         given = f" (--text_column_name {column})" if column else ""
         columns = ", ".join("`" + "` and `".join(needed) + "`" for _, needed, _ in FORMATS)
         raise RequestError(
-            f"{where}: no column with text found{given}; it has {', '.join(names)}. Name one by --text_column_name, or "
-            f"rename columns by --column_mapping NAME=OTHER to one of: {columns}."
+            f"{where}: no column with text found{given}; it has {', '.join(names)}. Name one with --text_column_name, "
+            f"or rename columns with --column_mapping NAME=OTHER to one of: {columns}."
         )
     if column is None and found == "prompt":
-        raise RequestError(f"{where}: has `prompt` without `completion`. Add it, or say --text_column_name prompt.")
+        raise RequestError(f"{where}: has `prompt` without `completion`. Add it, or give --text_column_name prompt.")
     if not isinstance(value := next(iter(rows))[found], str | None):
         raise RequestError(
-            f"{where}: column {found} holds {type(value).__name__} ({str(value)[:80]}), not text. Name another by "
+            f"{where}: column {found} holds {type(value).__name__} ({str(value)[:80]}), not text. Name another with "
             "--text_column_name, or give conversations as `messages` with `role` and `content`."
         )
     return Format("text", TEXT, (found,))
@@ -138,13 +138,13 @@ def _is_squad(articles: Any) -> bool:
 
 
 def renames_of(words: Sequence[str] | None) -> dict[str, str]:
-    """The words of --column_mapping, each a column and its new name. Raises RequestError."""
+    """Parses --column_mapping into old and new column names. Raises RequestError."""
     found: dict[str, str] = {}
     for word in words or ():
         old, equals, new = (part.strip() for part in word.partition("="))
         if not (old and equals and new) or old in found or new in found.values():
             raise RequestError(
-                f"--column_mapping {word}: must be OLD=NEW, a column's name and its new one, each but once."
+                f"--column_mapping {word}: must be OLD=NEW, a column's name and its new name, each used only once."
             )
         found[old] = new
     return found
@@ -153,8 +153,8 @@ def renames_of(words: Sequence[str] | None) -> dict[str, str]:
 def check_renames(
     renames: Mapping[str, str], names: Sequence[str], where: str, needs_all: bool = True
 ) -> dict[str, str]:
-    """Those for a table of columns `names`, which may have the new ones already, or unless it `needs_all`, as the only
-    one does, neither. Raises RequestError."""
+    """The renames that apply to a table with columns `names`. The new names may exist already. With `needs_all` each
+    column must be there under one of its names. Raises RequestError."""
     found = {old: new for old, new in renames.items() if old in names}
     for old, new in renames.items():
         if needs_all and old not in names and new not in names:
@@ -163,21 +163,21 @@ def check_renames(
             )
         if old in found and new in names and new not in found:
             raise RequestError(
-                f"{where} has a column {new!r} beside {old!r} (--column_mapping {old}={new}). Rename that one, too, "
-                f"as by --column_mapping {new}=other_{new}."
+                f"{where} has a column {new!r} as well as {old!r} (--column_mapping {old}={new}). Rename that one, "
+                f"too, for example with --column_mapping {new}=other_{new}."
             )
     return found
 
 
 def _first_turn(value: Any) -> dict[str, Any]:
-    """Of what may be a conversation, as it is or in JSON; nothing of what is none."""
+    """The first turn of what may be a conversation, as a list or in JSON; empty if it is none."""
     found = from_json(value)
     first = found[0] if isinstance(found, list) and found else found
     return first if isinstance(first, dict) and not {"role", "from"}.isdisjoint(first) else {}
 
 
 def led_by(rules: Any, turns: Any) -> Any:
-    """With what a column says for the system, where the turns do not begin with its words."""
+    """Puts the `system` column's message before turns that do not start with a system message."""
     if not isinstance(rules, str) or not rules.strip() or not isinstance(turns, list):
         return turns
     begins = bool(turns) and isinstance(turns[0], dict) and turns[0].get("role") == SYSTEM
@@ -210,10 +210,10 @@ def _sharegpt_turn(turn: Turn) -> Turn:
 
 
 def alpaca_prompt(row: Mapping[str, Any]) -> tuple[str, list[Turn]]:
-    """What is asked, of `instruction` and `input`, and the turns of the `history` before it. Raises RequestError."""
+    """The question, from `instruction` and `input`, and the turns of the earlier `history`. Raises RequestError."""
     past = from_json(row.get("history")) or []
     if not isinstance(past, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in past):
-        raise RequestError(f"`history` must be a list of pairs, a question and its answer each: {quoted(past)}.")
+        raise RequestError(f"`history` must be a list of question and answer pairs: {quoted(past)}.")
     asked = "\n\n".join(str(row[name]) for name in ("instruction", "input") if str(row.get(name) or "").strip())
     return asked, [turn for pair in past for turn in _exchange(*pair)]
 
@@ -228,7 +228,7 @@ def _exchange(question: Any, answer: Any) -> list[Turn]:
 
 
 def _answered(prompt: str, answer: str) -> Callable[[Mapping[str, Any]], list[Turn]]:
-    """Of a prompt and its answer, texts or turns: what the assistant says in a prompt is read alone."""
+    """Reads a prompt and its answer, texts or turns. Assistant turns in the prompt are not trained on."""
 
     def turns(row: Mapping[str, Any]) -> list[Turn]:
         before = [
@@ -241,7 +241,7 @@ def _answered(prompt: str, answer: str) -> Callable[[Mapping[str, Any]], list[Tu
 
 
 def _said(role: str, value: Any) -> list[Turn]:
-    """A text as a turn of `role`, and turns as they are."""
+    """A text as a turn of `role`; turns unchanged."""
     if isinstance(value, str) and not _first_turn(value):
         return [{"role": role, "content": value}]
     found = from_json(value)

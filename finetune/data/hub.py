@@ -1,4 +1,4 @@
-"""Can the Hugging Face hub be reached at all? Its client tries six times, for half a minute, before it says no."""
+"""Checks quickly whether the Hugging Face hub is reachable: its own client retries six times, for half a minute."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ REACH_SECONDS = 5.0
 
 @functools.cache
 def hub_is_reachable() -> bool:
-    """False with HF_HUB_OFFLINE, or where the hub's host ($HF_ENDPOINT, or the public one) takes no connection. Behind
-    a proxy the question is left to the client."""
+    """False with HF_HUB_OFFLINE, or if the hub's host ($HF_ENDPOINT, or the public one) refuses connections. Always
+    True behind a proxy, where the client has to find out."""
     if is_offline_mode():
         return False
     if urllib.request.getproxies():

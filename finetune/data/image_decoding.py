@@ -1,4 +1,4 @@
-"""Pictures to bytes of one size: decoded on several threads, checked, and resized as the model's processor does it."""
+"""Decodes pictures in several threads, checks them, and resizes them with the model's processor to one size."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from transformers import ViTImageProcessorPil
 from finetune.data.image_sources import BadImageError, RawSplit
 from finetune.errors import RequestError, RunError, first_line
 
-CHANNELS = 3  # transformers' pipelines turn every picture into RGB (image_utils.py, load_image), grey ones too
+CHANNELS = 3  # like transformers' pipelines, all pictures become RGB (image_utils.py, load_image)
 CHUNK = 512  # pictures in memory at a time
 SHOWN = 5
 
 
 def square_processor(side: int, mean: Sequence[float], std: Sequence[float]) -> Any:
-    """An image processor that makes squares of `side` pixels, whatever the shape was."""
-    # transformers 5.23 has two backends for each processor, and this one does without torchvision. What it saves opens
-    # by either.
+    """An image processor that resizes any picture to a square of `side` pixels."""
+    # transformers 5.23 has two backends per processor; this one needs no torchvision. Both open what either saves.
     size = {"height": side, "width": side}
     return ViTImageProcessorPil(size=size, image_mean=list(mean), image_std=list(std))
 
 
 def refuse_bad(bad: Mapping[str, Sequence[str]], of: Mapping[str, int], skip: bool, is_held_out: bool) -> None:
-    """Raises RequestError for pictures that cannot be read, all at once, unless the rest is to do without them. Both
-    mappings are by split; `is_held_out`: what validates is a part of the user's train data."""
+    """Raises one RequestError for all unreadable pictures, unless `skip` and some can be read. Both mappings are by
+    split; `is_held_out`: the validation split was held out from the user's training data."""
     if any(bad.values()) and not skip:
         wrong, all_of = {split: list(names) for split, names in bad.items()}, dict(of)
         if is_held_out:
@@ -44,14 +43,14 @@ def refuse_bad(bad: Mapping[str, Sequence[str]], of: Mapping[str, int], skip: bo
             for split, names in wrong.items()
             if names
         )
-        raise RequestError(f"{found}. Fix them, or leave them out by --skip_bad_rows True.")
+        raise RequestError(f"{found}. Fix them, or leave them out with --skip_bad_rows True.")
     for split, names in bad.items():
         if len(names) == of[split]:
             raise RequestError(f"the {split} data has no picture that can be read, {names[0]} for instance.")
 
 
 class Resizer:
-    """Decodes pictures on several threads (Pillow lets go of Python's lock) and writes them one after another."""
+    """Decodes pictures in several threads (Pillow releases the GIL) and writes them one after another."""
 
     def __init__(self, processor: Any, threads: int) -> None:
         self.processor, self.threads = processor, threads
@@ -59,12 +58,12 @@ class Resizer:
         self.seen: Counter[tuple[int, int]] = Counter()
 
     def sizes(self) -> list[str]:
-        """The most frequent sizes that pictures came in."""
+        """The most frequent original sizes."""
         shown = [f"{width} x {height}" for (width, height), _ in self.seen.most_common(3)]
         return [*shown, f"{len(self.seen) - 3} other sizes"] if len(self.seen) > 3 else shown
 
     def write(self, source: RawSplit, rows: npt.NDArray[np.int64], path: Path) -> tuple[list[int], list[str]]:
-        """Which rows were written, and of the others their name and what is wrong."""
+        """Returns the rows written, and for each other row its name and the error."""
         kept: list[int] = []
         bad: list[str] = []
         with path.open("wb") as file:
@@ -93,7 +92,7 @@ class Resizer:
                     yield pixels, reason
 
     def _read(self, source: RawSplit, row: Any) -> tuple[Any, str, tuple[int, int] | None]:
-        """Bytes (channels, H, W), or None and what is wrong; and the size that the picture came in."""
+        """Pixels (channels, H, W) or None, the error, and the picture's original size."""
         try:
             picture = source.read(int(row))
         except BadImageError as error:
@@ -112,7 +111,7 @@ class Resizer:
 
     @cached_property
     def _square(self) -> tuple[int, int] | None:
-        """The size that the processor would leave as it is, to save its time; None where it may do more."""
+        """The size at which the processor changes nothing, so that it can be skipped; None if it may do more."""
         kind, size = type(self.processor), self.processor.size
         return (size["width"], size["height"]) if kind is ViTImageProcessorPil and "width" in size else None
 
@@ -134,5 +133,5 @@ def moments(pixels: npt.NDArray[np.uint8]) -> tuple[list[float], list[float]]:
         sums, squares = sums + some.sum(axis=(0, 2, 3)), squares + (some**2).sum(axis=(0, 2, 3))
     count = pixels.size / pixels.shape[1]
     mean = sums / count
-    std = np.sqrt(np.maximum(squares / count - mean**2, 1e-8))  # of pictures of one colour, too
+    std = np.sqrt(np.maximum(squares / count - mean**2, 1e-8))  # not 0 even for pictures of one color
     return [round(float(value), 6) for value in mean], [round(float(value), 6) for value in std]

@@ -1,4 +1,4 @@
-"""Prepared pictures as samples: memory-mapped bytes, changed a little in training, and normalised a batch at a time."""
+"""Prepared pictures as samples: memory-mapped bytes, augmented in training, and normalized batch by batch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch.utils.data import Dataset
 
 from finetune.run.flags.images import AugmentationArguments
 
-CROP_SHARE = 8  # of a side, that a crop moves by: CIFAR's 4 of 32 pixels (arXiv 1512.03385, section 4.2)
+CROP_SHARE = 8  # crops shift by 1/8 of a side: 4 of 32 pixels for CIFAR (arXiv 1512.03385, section 4.2)
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """A crop of the same size, moved by up to `crop_padding` pixels over black, and then perhaps mirrored."""
+    """A random crop of the same size, shifted by up to `crop_padding` pixels over black, and an optional flip."""
 
     crop_padding: int
     horizontal_flip: bool
     seed: int
 
     def __call__(self, picture: npt.NDArray[np.uint8], epoch: int, index: int) -> npt.NDArray[np.uint8]:
-        """`picture` (channels, H, W), changed as its own seed says: the same on whichever rank, in whichever order."""
+        """Augments `picture` (channels, H, W) with its own seed: the result is the same on any rank, in any order."""
         random = np.random.default_rng((self.seed, epoch, index))
         if most := self.crop_padding:
             height, width = picture.shape[1:]
@@ -39,7 +39,7 @@ class Augmentation:
 
 
 def augmentation_of(arguments: AugmentationArguments, side: int, is_builtin: bool, seed: int) -> Augmentation | None:
-    """What the flags ask for; None where nothing is changed."""
+    """The augmentation that the flags ask for; None for no augmentation."""
     default = 0 if is_builtin else side // CROP_SHARE
     padding = default if arguments.crop_padding is None else arguments.crop_padding
     flip = not is_builtin if arguments.horizontal_flip is None else arguments.horizontal_flip
@@ -47,7 +47,7 @@ def augmentation_of(arguments: AugmentationArguments, side: int, is_builtin: boo
 
 
 class Pictures(Dataset):
-    """`pixels` (N, channels, H, W) in bytes, and class ids, or None where nobody told."""
+    """`pixels` (N, channels, H, W) in bytes, and class ids, or None if unlabeled."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class Pictures(Dataset):
         augmentation: Augmentation | None = None,
     ) -> None:
         self.pixels, self.labels, self.augmentation = pixels, labels, augmentation
-        self._epoch = torch.zeros((), dtype=torch.long).share_memory_()  # that workers of a DataLoader see, too
+        self._epoch = torch.zeros((), dtype=torch.long).share_memory_()  # shared memory: DataLoader workers see it, too
 
     def begin_epoch(self, epoch: int) -> None:
-        """Pictures are changed in another way in each epoch."""
+        """Sets the epoch; each epoch augments differently."""
         self._epoch.fill_(epoch)
 
     def __len__(self) -> int:
@@ -76,7 +76,7 @@ class Pictures(Dataset):
 
 
 class ImageCollator:
-    """A batch as the model reads it: (bytes x `scale` - mean) / std for each channel, in fp32."""
+    """A model's input batch: (bytes x `scale` - mean) / std for each channel, in fp32."""
 
     def __init__(self, scale: float, mean: Sequence[float], std: Sequence[float]) -> None:
         self.scale = scale

@@ -1,4 +1,4 @@
-"""Where pictures come from: folders of them, CIFAR-10's batches, hub data, and scikit-learn's handwritten digits."""
+"""Loads pictures from class folders, CIFAR-10's batches, the hub, or scikit-learn's handwritten digits."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from finetune.run.flags.images import ImageArguments
 from finetune.safe_read import is_plain_file
 from finetune.safe_read.files import walk
 
-# Readers of Pillow that are asked. Others start programs (EPS: Ghostscript) or are seldom meant.
+# The Pillow readers allowed. Others start programs (EPS: Ghostscript) or are rarely intended.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
-DEEP_MODES = ("I", "F")  # how the names of modes with more than 8 bits begin (Pillow's documentation, Modes)
+DEEP_MODES = ("I", "F")  # Pillow modes with more than 8 bits begin with these (Pillow's documentation, Modes)
 NAMES_OF_SPLITS = {"train", "training", "validation", "valid", "val", "test", "dev"}
-OFFLINE = "Offline? Give a folder by --train_dir, CIFAR-10 by --cifar_dir, or leave all out for handwritten digits."
+OFFLINE = "Offline? Give a folder with --train_dir, CIFAR-10 with --cifar_dir, or no data for handwritten digits."
 
 
 class BadImageError(RequestError):
@@ -38,7 +38,7 @@ class BadImageError(RequestError):
 
 @dataclass(frozen=True)
 class RawSplit:
-    """Pictures as they came, what to call each, and their classes by name; None where nobody told."""
+    """Raw pictures, a name for each, and their class names, or None if unlabeled."""
 
     pictures: Sequence[Any]
     names: Sequence[str]
@@ -51,19 +51,19 @@ class RawSplit:
 
 @dataclass(frozen=True)
 class RawImages:
-    """The splits that are there, the classes in their order, and a line that says where they come from."""
+    """The splits given, the class names in order, and a line that says where they come from."""
 
     splits: dict[str, RawSplit]
     names: tuple[str, ...]
     source: str
     is_builtin: bool = False
-    left_out: int = 0  # files that are no pictures, or lie in no class folder
-    hidden: tuple[str, ...] = ()  # folders of pictures that are not looked at, for their names begin with a dot
-    columns: str = ""  # which are read, and which are not
+    left_out: int = 0  # files that are not pictures, or not in a class folder
+    hidden: tuple[str, ...] = ()  # picture folders that are skipped because their names begin with a dot
+    columns: str = ""  # which are read, and which are ignored
 
 
 def load_images(arguments: ImageArguments) -> RawImages:
-    """Raises RequestError where there is nothing to read."""
+    """Raises RequestError if there is nothing to read."""
     folders = {split: Path(name).expanduser() for split in SPLITS if (name := getattr(arguments, f"{split}_dir"))}
     if arguments.cifar_dir:
         return _from_cifar(Path(arguments.cifar_dir).expanduser())
@@ -73,11 +73,11 @@ def load_images(arguments: ImageArguments) -> RawImages:
 
 
 def open_picture(source: Any) -> Image.Image:
-    """The picture in RGB, turned as its camera says, of a path, of a row that `datasets.Image` has not decoded, or of
-    pixels. Raises BadImageError.
+    """Opens a path, a row that `datasets.Image` has not decoded, or an array of pixels, as RGB, rotated according to
+    EXIF. Raises BadImageError.
 
-    Not by `datasets.Image` (5.2): it asks all of Pillow's readers, whatever a file is called (Ghostscript, too), gives
-    16 bits as they are, fetches what a path on the network names, and takes twice MAX_IMAGE_PIXELS.
+    `datasets.Image` (5.2) is not used: it tries all of Pillow's readers, whatever the file's suffix (Ghostscript, too),
+    keeps 16-bit pixels, fetches paths that are URLs, and accepts twice MAX_IMAGE_PIXELS.
     """
     if isinstance(source, np.ndarray):
         return Image.fromarray(source).convert("RGB")
@@ -85,31 +85,31 @@ def open_picture(source: Any) -> Image.Image:
     if not found.get("bytes") and not found.get("path"):
         raise BadImageError("is empty")
     if not found.get("bytes") and not is_plain_file(Path(found["path"])):
-        raise BadImageError("is not a regular file")  # a pipe would wait for its writer
+        raise BadImageError("is not a regular file")  # opening a pipe would block
     try:
         with Image.open(
             io.BytesIO(found["bytes"]) if found.get("bytes") else found["path"], formats=FORMATS
         ) as picture:
             width, height = picture.size
             if width * height > (Image.MAX_IMAGE_PIXELS or float("inf")):
-                raise BadImageError(f"has {width} x {height} pixels, too many to be meant. Make it smaller")
+                raise BadImageError(f"has {width} x {height} pixels, too many. Make it smaller")
             if picture.mode.startswith(DEEP_MODES):
                 raise BadImageError(f"has pixels of more than 8 bits (mode {picture.mode}). Convert it to 8 bits")
             picture.load()
-            ImageOps.exif_transpose(picture, in_place=True)  # else it copies, which takes longer than to decode
+            ImageOps.exif_transpose(picture, in_place=True)  # a copy would take longer than decoding
             return picture if picture.mode == "RGB" else picture.convert("RGB")
     except (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError, struct.error) as error:
-        reason = "is no picture" if isinstance(error, UnidentifiedImageError) else first_line(error, 100)
+        reason = "is not a picture" if isinstance(error, UnidentifiedImageError) else first_line(error, 100)
         raise BadImageError(reason) from error
     except Image.DecompressionBombError as error:
-        raise BadImageError("has too many pixels to be meant. Make it smaller") from error
+        raise BadImageError("has too many pixels. Make it smaller") from error
 
 
 def _digits() -> RawImages:
     from sklearn.datasets import load_digits
 
     found = load_digits()
-    pixels = np.rint(found.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8), given in sixteenths
+    pixels = np.rint(found.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8), values from 0 to 16
     names = tuple(str(name) for name in found.target_names)
     split = RawSplit(pixels, _numbered("digit", pixels), [names[i] for i in found.target])
     return RawImages({"train": split}, names, "built-in handwritten digits of scikit-learn", is_builtin=True)
@@ -128,8 +128,8 @@ def _numbered(what: str, rows: Sized) -> list[str]:
 
 
 def _from_folders(folders: dict[str, Path]) -> RawImages:
-    """Not by the imagefolder of `datasets` (5.2): a class there is the last folder of a path, there are none where
-    depths differ, and one metadata.csv is all that counts. A thousand files take it a second, and this 10 ms."""
+    """The imagefolder of `datasets` (5.2) is not used: it takes the last folder of a path as class, finds no classes if
+    depths differ, and trusts any metadata.csv. It takes a second per thousand files, and this 10 ms."""
     splits, left_out, hidden = {}, 0, dict[str, None]()
     names: tuple[str, ...] = ()
     for split, folder in folders.items():
@@ -142,7 +142,7 @@ def _from_folders(folders: dict[str, Path]) -> RawImages:
 
 
 def _look_into(folder: Path, split: str) -> tuple[RawSplit, int, list[str]]:
-    """The pictures, how many files are something else, and the folders with pictures that a dot hides."""
+    """The pictures, the number of other files, and the hidden (dot) folders with pictures."""
     flag = f"--{split}_dir {folder}"
     if not folder.is_dir():
         raise RequestError(f"{flag}: there is no such folder. Check the path.")
@@ -157,8 +157,8 @@ def _look_into(folder: Path, split: str) -> tuple[RawSplit, int, list[str]]:
     classes = {name: files for name, files in kept.items() if not name.startswith(".")}
     if len(classes) > 1 and {name.lower() for name in classes} <= NAMES_OF_SPLITS:
         raise RequestError(
-            f"{flag}: holds {', '.join(classes)}, which are splits and no classes. Give each by its own flag, "
-            f"--train_dir {folder / list(classes)[-1]} for instance."
+            f"{flag}: holds {', '.join(classes)}, which are splits, not classes. Give each with its own flag, "
+            f"such as --train_dir {folder / list(classes)[-1]}."
         )
     if not classes and split == "test" and (bare := [name for name in loose if _is_picture(name)]):
         loose_split = RawSplit([str(folder / name) for name in bare], [display(name) for name in bare], None)
@@ -167,8 +167,8 @@ def _look_into(folder: Path, split: str) -> tuple[RawSplit, int, list[str]]:
     if not pictures:
         there = ", ".join(display(name) for name in (*classes, *loose)[:8]) or "nothing"
         raise RequestError(
-            f"{flag}: has no sub-folder with pictures ({', '.join(SUFFIXES)}); it holds {there}. Put the pictures of "
-            "each class into a sub-folder of its name."
+            f"{flag}: has no subfolder with pictures ({', '.join(SUFFIXES)}); it holds {there}. Put the pictures of "
+            "each class into a subfolder with its name."
         )
     if empty := [display(name) for name, files in classes.items() if not files]:
         raise RequestError(f"{flag}: has no picture in {', '.join(empty[:8])}. Fill them or remove them.")
@@ -182,7 +182,7 @@ def _is_picture(name: str) -> bool:
 
 
 def display(name: str) -> str:
-    """A file's name as text that can be written, whatever bytes the disk has for it."""
+    """A file name as printable text; undecodable bytes are replaced."""
     return os.fsencode(name).decode("utf-8", errors="replace")
 
 
@@ -199,7 +199,7 @@ def _from_hub(arguments: ImageArguments) -> RawImages:
         others = [one for one in table.column_names if one not in (image, label)]
         columns = columns or said_columns({"picture": [image], "label": [label] if label else []}, others)
         labels = None if label is None else _hub_labels(table, label, split)
-        stored = table.cast_column(image, datasets.Image(decode=False))[image]  # each row is read when it is asked for
+        stored = table.cast_column(image, datasets.Image(decode=False))[image]  # rows are read on demand
         splits[split] = RawSplit(stored, _numbered(f"{split} row", table), labels)
         if label is not None and (split == "train" or not names):
             feature = table.features[label]
@@ -214,7 +214,7 @@ def _hub_columns(table: Dataset, arguments: ImageArguments, split: str) -> tuple
     image = arguments.image_column_name or (images[0] if len(images) == 1 else None)
     if image is None or kinds.get(image) is not datasets.Image:
         raise RequestError(
-            f"the {split} data has {len(images)} column(s) of pictures, and --image_column_name names "
+            f"the {split} data has {len(images)} picture column(s), and --image_column_name names "
             f"{arguments.image_column_name or 'none'}. Name one; it has: {shown}."
         )
     classes = [column for column, kind in kinds.items() if kind is ClassLabel]
@@ -223,7 +223,7 @@ def _hub_columns(table: Dataset, arguments: ImageArguments, split: str) -> tuple
         if split == "test":
             return image, None
         raise RequestError(
-            f"the {split} data has no column {label or 'of classes'}: name it by --label_column_name. It has: {shown}."
+            f"the {split} data has no column {label or 'of classes'}. Set --label_column_name. It has: {shown}."
         )
     return image, label
 

@@ -1,8 +1,8 @@
-"""Image classification: pictures of one size and their classes, prepared once and cached as plain bytes.
+"""Image classification: pictures of one size and their classes, prepared once and cached as raw bytes.
 
-Every picture is decoded, resized as the model's image processor does it, and checked once; training then reads bytes
-from a memory-mapped file, and no picture can stop it in the middle. An image takes 3 x side^2 bytes on the disk of the
-cache: 50,000 of 224 x 224 are 7 GiB.
+Every picture is decoded, resized by the model's image processor, and checked once; training then reads bytes from a
+memory-mapped file, so a bad picture cannot stop it midway. An image takes 3 x side^2 bytes in the cache: 50,000 of
+224 x 224 take 7 GiB.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from finetune.run.flags.text import PreparationArguments
 from finetune.run.launch import Launch
 
 FORMAT = 3  # raise it when what is cached changes
-LOOKED_AT = 200  # pictures that the default side is taken from
+LOOKED_AT = 200  # pictures from which the default side is chosen
 
 
 @dataclass(frozen=True)
 class ImageAccount:
-    """What was found, for the log and the model card. `mean` and `std` are those of the training pictures, 0 to 1."""
+    """What was found, for the log and the model card. `mean` and `std` (0 to 1) are those of the training pictures."""
 
     source: str
     is_builtin: bool
@@ -47,19 +47,19 @@ class ImageAccount:
     skipped: dict[str, int]
     label_counts: dict[str, int]  # of the training pictures
     side: int
-    sizes: list[str]  # the most frequent sizes that pictures came in
-    left_out: int  # files that were not looked at
-    hidden: list[str]  # folders of pictures that were not looked at, for their names begin with a dot
-    single: list[str]  # classes of one picture, of which nothing was held out
+    sizes: list[str]  # the most frequent original sizes
+    left_out: int  # files that are not used
+    hidden: list[str]  # picture folders that are skipped because their names begin with a dot
+    single: list[str]  # classes of a single picture, none of which is held out
     mean: list[float]
     std: list[float]
-    notes: list[str]  # what else there is to say
+    notes: list[str]  # further remarks
 
 
 @dataclass(frozen=True)
 class ImageData:
-    """The splits (`train`, `validation`, and `test` where given) with all that belongs to them. `names` say which
-    picture is which, for predictions."""
+    """The splits (`train`, `validation`, and `test` if given) with labels, account and processor. `names` identify the
+    pictures, for predictions."""
 
     splits: dict[str, Pictures]
     labels: Labels
@@ -69,7 +69,7 @@ class ImageData:
 
     @cached_property
     def collator(self) -> ImageCollator:
-        """Normalises as the processor does."""
+        """Normalizes like the processor."""
         kept = self.processor
         scale = kept.rescale_factor if kept.do_rescale else 1.0
         identity = [0.0] * CHANNELS, [1.0] * CHANNELS
@@ -77,12 +77,12 @@ class ImageData:
         return ImageCollator(scale, mean, std)
 
     def require_all(self, training: Any) -> None:
-        """Raises RequestError where the data lacks a split that a flag of `training` asks for."""
+        """Raises RequestError if the data lacks a split that a flag of `training` needs."""
         require_splits(self.splits, training, "dir")
 
     @property
     def lengths(self) -> None:
-        """Pictures have one size."""
+        """None: all pictures have the same size."""
         return None
 
     def describe(self) -> str:
@@ -92,9 +92,11 @@ class ImageData:
         resized = f", {account.side} x {account.side} pixels from {', '.join(account.sizes)}"
         bad = sum(account.skipped.values())
         cut = f", {bad:,} bad pictures left out" if bad else ""
-        cut += f", {account.left_out:,} other files not looked at" if account.left_out else ""
-        cut += f", hidden by a dot and left out: {_listed(account.hidden)}" if account.hidden else ""
-        cut += f", of one picture and only trained on: {_listed(account.single)}" if account.single else ""
+        cut += f", {account.left_out:,} other files not used" if account.left_out else ""
+        cut += f", hidden folders left out: {_listed(account.hidden)}" if account.hidden else ""
+        cut += (
+            f", classes with a single picture, for training only: {_listed(account.single)}" if account.single else ""
+        )
         cut += "".join(f"; {note}" for note in account.notes)
         more = "; --train_dir takes your own" if account.is_builtin else ""
         return f"data: {account.source} ({rows} pictures, {len(self.labels.names)} classes{resized}{cut}{more})"
@@ -110,12 +112,11 @@ def prepare_images(
     launch: Launch,
     trained: Labels | None = None,
 ) -> ImageData:
-    """The data of one run, from the cache or made on the rank that leads its node.
+    """The data of one run, from the cache or made by the rank that leads its node.
 
-    `processor` is a trained model's; without it pictures become squares, and are normalised by their own mean and
-    spread. `trained` are the classes of a trained model, whose order of ids is kept where the data has the same.
-    Raises RequestError for bad data and RunError when the rank that prepares takes longer than
-    --data_timeout_seconds.
+    `processor` is a trained model's; without it pictures are resized to squares and normalized by their own mean and
+    standard deviation. `trained` holds a trained model's classes; its ids are kept if the data has the same classes.
+    Raises RequestError for bad data, and RunError if the preparing rank takes longer than --data_timeout_seconds.
     """
     job = _Preparation(arguments, preparation, processor, seed, trained)
     folder = cache_home() / "images" / job.key()
@@ -139,17 +140,17 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _check_crop(augmentation: AugmentationArguments, sides: Sequence[int]) -> None:
-    """Of the settled sides, which --image_size, the model or the pictures decide."""
+    """Checks the crop against the actual size, which --image_size, the model or the pictures determine."""
     if (most := augmentation.crop_padding) is not None and most >= min(sides):
         raise RequestError(
-            f"--crop_padding is {most}, but pictures have {' x '.join(map(str, sides))} pixels here, and a crop that "
-            f"moves so far may show none of them. Give less than {min(sides)}."
+            f"--crop_padding is {most}, but pictures have {' x '.join(map(str, sides))} pixels here; a crop shifted by "
+            f"that much may show none of them. Give less than {min(sides)}."
         )
 
 
 @dataclass(frozen=True)
 class _Preparation:
-    """All that decides what the prepared data looks like, and how it is made."""
+    """Everything that determines the prepared data, and how to make it."""
 
     arguments: ImageArguments
     preparation: PreparationArguments
@@ -173,7 +174,7 @@ class _Preparation:
         )
 
     def make(self, folder: Path) -> None:
-        """Read, check, split, decode and save."""
+        """Reads, checks, splits, decodes and saves."""
         arguments, preparation, seed = self.arguments, self.preparation, self.seed
         raw = load_images(arguments)
         names = _class_names(raw, self.trained)
@@ -218,14 +219,14 @@ class _Preparation:
 
 
 def _class_names(raw: RawImages, trained: Labels | None) -> tuple[str, ...]:
-    """The classes in the order of their ids. Raises RequestError where nothing can be told apart."""
+    """The classes in the order of their ids. Raises RequestError for fewer than two or unknown classes."""
     known = trained.names if trained is not None else ()
     keeps_order = set(raw.names) == set(known) or "train" not in raw.splits
     names = known if known and keeps_order else raw.names
     if len(names) < 2:
         raise RequestError(
-            f"the data has {len(names)} class(es){': ' + names[0] if names else ''}. To tell pictures apart takes two: "
-            "put those of each class into a sub-folder of its own."
+            f"the data has {len(names)} class(es){': ' + names[0] if names else ''}. Classification needs two: "
+            "put the pictures of each class into a separate subfolder."
         )
     for split, source in raw.splits.items():
         unknown = Counter(label for label in source.labels or () if label not in set(names))
@@ -233,7 +234,7 @@ def _class_names(raw: RawImages, trained: Labels | None) -> tuple[str, ...]:
             shown = ", ".join(f"{name!r} ({count} pictures)" for name, count in unknown.most_common(SHOWN))
             raise RequestError(
                 f"the {split} data has classes that are not in the training data or the model: {shown}. "
-                f"These are: {', '.join(names[:20])}. Name them alike."
+                f"These are: {', '.join(names[:20])}. Use the same names."
             )
     return names
 
@@ -241,8 +242,8 @@ def _class_names(raw: RawImages, trained: Labels | None) -> tuple[str, ...]:
 def _chosen_rows(
     raw: RawImages, names: Sequence[str], cut: PreparationArguments, seed: int
 ) -> tuple[dict[str, tuple[RawSplit, npt.NDArray[np.int64]]], str]:
-    """Of each split which pictures are used, with a part of train held out where there is no validation split; and what
-    there is to say of that."""
+    """The rows of each split to use, with part of train held out if there is no validation split, and a note about
+    that."""
     note = ""
     found = {split: (source, np.arange(len(source.names))) for split, source in raw.splits.items()}
     for split, source in raw.splits.items():
@@ -264,12 +265,12 @@ def _chosen_rows(
 
 
 def _default_side(split: RawSplit) -> int:
-    """The middle one of the shorter sides of some pictures, within what models are made for."""
+    """The median of the shorter sides of some pictures, within the range that models are made for."""
     some = np.unique(np.linspace(0, len(split.names) - 1, LOOKED_AT).astype(int))
     sides = []
     for row in some:
         try:
             sides.append(min(split.read(int(row)).size))
         except BadImageError:
-            continue  # which is told of when it is its turn
+            continue  # reported when the picture is decoded
     return int(np.clip(int(np.median(sides)) if sides else MOST_SIDE, LEAST_SIDE, MOST_SIDE))

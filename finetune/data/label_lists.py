@@ -1,4 +1,4 @@
-"""Rows with several labels each: lists of names, multi-hot lists, or columns of 0 and 1, all made lists of names."""
+"""Rows with several labels each: converts lists of names, multi-hot lists, or columns of 0 and 1 to lists of names."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from finetune.data.columns import MAX_SHOWN, MULTI_LABEL, Labels, is_empty, labe
 from finetune.data.list_text import lists_of_text
 from finetune.errors import RequestError
 
-MERGED = "label_column_names"  # the column that those of the flag are made into
+MERGED = "label_column_names"  # the column into which the flag's columns are merged
 MEND = (
-    "Give lists of names, lists of 0 and 1 of one length, or a column of 0 and 1 a label by --label_column_names; ids "
-    "of classes are read only from a ClassLabel column, which names them."
+    "Give lists of names, lists of 0 and 1 of one length, or a column of 0 and 1 per label with --label_column_names; "
+    "class ids are read only from a ClassLabel column, which names them."
 )
 ZEROS_AND_ONES = {"0": 0, "1": 1, "false": 0, "true": 1}
 
@@ -26,8 +26,8 @@ Table = dict[str, Dataset]
 
 
 def merge_label_columns(tables: Table, arguments: Any) -> tuple[Table, Any]:
-    """The columns of --label_column_names as one of lists of names, and the arguments that say so. Raises RequestError
-    for a column that is not there, and for a cell that is neither 0 nor 1."""
+    """Merges the columns of --label_column_names into one column of name lists; returns the adapted arguments, too.
+    Raises RequestError for a missing column, and for a cell that is neither 0 nor 1."""
     names = arguments.label_column_names
     if not names:
         return tables, arguments
@@ -56,24 +56,24 @@ def _merged(table: Dataset, names: Sequence[str], split: str) -> Dataset:
 
 def _zero_or_one(cell: Any, where: str) -> int | None:
     if is_empty(cell):
-        return None  # a bad row, which is refused or skipped with the others
+        return None  # a bad row, refused or skipped later
     found = ZEROS_AND_ONES.get(label_text(cell).lower())
     if found is None:
-        raise RequestError(f"{where}: is {str(cell)[:40]!r}, but a label's column holds 0 or 1 alone. {MEND}")
+        raise RequestError(f"{where}: is {str(cell)[:40]!r}, but a label column holds only 0 and 1. {MEND}")
     return found
 
 
 def has_lists(table: Dataset, label: str | None) -> bool:
-    """Whether the rows' labels are lists."""
+    """Whether each row has a list of labels."""
     return label in table.column_names and isinstance(table.features[label], List | LargeList)
 
 
 def name_lists(
     tables: Table, label: str | None, task: str | None, trained: Labels | None
 ) -> tuple[Table, Sequence[str] | None]:
-    """The tables with lists of names as labels, where the labels are lists, and as they are otherwise; with the names
-    that the training data declare beside those that occur. Raises RequestError for lists that are neither names nor
-    multi-hot, and where `task` or a model that is not trained any more wants the other kind."""
+    """Converts list labels to lists of names and leaves others unchanged; also returns the names that the training data
+    declares, even if unused. Raises RequestError for lists that are neither names nor multi-hot, and if `task` or a
+    trained model that is only evaluated needs the other kind."""
     tables = {split: lists_of_text(table, str(label), f"the {split} data") for split, table in tables.items()}
     labelled = {
         split: table
@@ -83,18 +83,16 @@ def name_lists(
     lists = [split for split, table in labelled.items() if has_lists(table, label)]
     wants_lists = task == MULTI_LABEL or ("train" not in tables and trained and trained.task == MULTI_LABEL)
     if labelled and not lists and wants_lists:
-        raise RequestError(
-            f"the column {label!r} holds one label a row, but several are to be told ({MULTI_LABEL}). {MEND}"
-        )
+        raise RequestError(f"the column {label!r} holds one label per row, but the task is {MULTI_LABEL}. {MEND}")
     if not lists:
         return tables, None
     if task not in (None, MULTI_LABEL):
         raise RequestError(
-            f"--task {task}: the column {label!r} holds lists. Say --task {MULTI_LABEL}, or leave it out."
+            f"--task {task}: the column {label!r} holds lists. Use --task {MULTI_LABEL}, or leave it out."
         )
     if trained and trained.task != MULTI_LABEL and "train" not in tables:
         raise RequestError(
-            f"the column {label!r} holds lists, but the model gives one label a row. Take another model."
+            f"the column {label!r} holds lists, but the model predicts one label per row. Use another model."
         )
     if other := sorted(set(labelled) - set(lists)):
         raise RequestError(f"the {lists[0]} data has lists in {label!r}, but the {other[0]} data has one value. {MEND}")
@@ -104,27 +102,27 @@ def name_lists(
 
 
 class MultiHot:
-    """Lists of 0 and 1, one for each label, all of one length, whichever table they are in."""
+    """Lists of 0 and 1, one value per label, all of one length across all tables."""
 
     def __init__(self, trained: Labels | None) -> None:
         self.trained = trained
         self.width, self.first = 0, ""
 
     def names(self) -> Sequence[str]:
-        """What the places of a row are called: as a trained model has it, or by their number."""
+        """The names of a row's positions: a trained model's, or else numbered."""
         if self.trained and len(self.trained.names) == self.width:
             return self.trained.names
         return [f"label_{i}" for i in range(self.width)]
 
     def places(self, row: Sequence[Any] | None, where: str) -> list[int] | None:
-        """Where a row has its ones; None for none. Raises RequestError."""
+        """The positions of a row's ones; None if `row` is None. Raises RequestError."""
         if row is None:
             return None
         if not self.first:
             self.width, self.first = len(row), where
         wrong = [value for value in row if value not in (0, 1)]
         if wrong:
-            raise RequestError(f"{where}: has the value {wrong[0]}, but a list of numbers holds 0 and 1 alone. {MEND}")
+            raise RequestError(f"{where}: has the value {wrong[0]}, but a list of numbers holds only 0 and 1. {MEND}")
         if len(row) != self.width:
             raise RequestError(
                 f"{where}: has {len(row)} values, but {self.first} has {self.width}: a list of numbers holds a 0 or a "
@@ -134,7 +132,7 @@ class MultiHot:
 
 
 def _named(table: Dataset, label: str, split: str, hot: MultiHot) -> tuple[Dataset, Sequence[str] | None]:
-    """One table with its lists as names, and the names that it declares."""
+    """A table with its lists as names, and the names that it declares."""
     inside, lists = table.features[label].feature, table[label][:]
     declared: Sequence[str] | None = None
     where = [f"{split} data, row {i + 1}" for i in range(len(lists))]
@@ -143,8 +141,8 @@ def _named(table: Dataset, label: str, split: str, hot: MultiHot) -> tuple[Datas
         named = [names_of_ids(row, inside.names, place) for row, place in zip(lists, where, strict=True)]
     elif not isinstance(inside, Value):
         raise RequestError(
-            f"the {split} data: the lists in {label!r} hold lists or objects, such as {_first_item(lists)}, where "
-            f"names belong. {MEND}"
+            f"the {split} data: the lists in {label!r} hold lists or objects, such as {_first_item(lists)}, instead of "
+            f"names. {MEND}"
         )
     elif any(kind in inside.dtype for kind in ("int", "float", "bool")):
         places = [hot.places(row, place) for row, place in zip(lists, where, strict=True)]
@@ -154,7 +152,7 @@ def _named(table: Dataset, label: str, split: str, hot: MultiHot) -> tuple[Datas
         named = [row and ["" if is_empty(name) else label_text(name) for name in row] for row in lists]
     for row, place in zip(named, where, strict=True):
         if row and "" in row:
-            raise RequestError(f"{place}: has an empty name among its labels. Take it out.")
+            raise RequestError(f"{place}: has an empty name among its labels. Remove it.")
     return table.remove_columns(label).add_column(label, named, feature=List(Value("string"))), declared
 
 
@@ -163,7 +161,7 @@ def _first_item(lists: Sequence[Sequence[Any] | None]) -> str:
 
 
 def find_many_labels(lists: Sequence[Sequence[str]], declared: Sequence[str] | None, trained: Labels | None) -> Labels:
-    """The labels of training rows (names each), in the order of a trained model, or as declared, or by name. Raises
+    """The labels of the training rows (lists of names), in the order of a trained model, as declared, or sorted. Raises
     RequestError for a label that no row has."""
     counts = Counter(name for names in lists for name in names)
     if trained and counts and set(counts) <= set(trained.names):
@@ -172,15 +170,15 @@ def find_many_labels(lists: Sequence[Sequence[str]], declared: Sequence[str] | N
     never = [name for name in names if not counts[name]]
     if never or not names:
         shown = ", ".join(never[:MAX_SHOWN])
-        what = f"of {len(names)} labels no training row has {shown}" if never else "no training row has a label"
+        what = f"no training row has {shown}, of {len(names)} labels" if never else "no training row has a label"
         raise RequestError(
-            f"{what}: there is nothing to learn it from. Take it out of the data, or add rows that have it."
+            f"{what}: there is nothing to learn from. Remove it from the data, or add rows that have it."
         )
     return Labels(MULTI_LABEL, names)
 
 
 def multi_hot(lists: Sequence[Sequence[str]], labels: Labels) -> npt.NDArray[np.float32]:
-    """Rows of 0.0 and 1.0 (rows, labels). Raises KeyError for a name that is no label."""
+    """Rows of 0.0 and 1.0 (rows, labels). Raises KeyError for an unknown name."""
     rows: npt.NDArray[np.float32] = np.zeros((len(lists), len(labels.names)), dtype=np.float32)
     for row, names in zip(rows, lists, strict=True):
         row[[labels.ids[name] for name in names]] = 1.0
@@ -188,8 +186,8 @@ def multi_hot(lists: Sequence[Sequence[str]], labels: Labels) -> npt.NDArray[np.
 
 
 def strata(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """For rows (rows, labels) of 0 and 1 the rarest label of each, or the number of labels for a row without any: what
-    a split into parts keeps the shares of. Common labels then fall on both sides by themselves."""
+    """For rows (rows, labels) of 0 and 1: the rarest label of each row, or the number of labels if a row has none.
+    Splits are stratified by it; common labels then spread over both sides by themselves."""
     rarest_first = np.argsort(rows.sum(axis=0), kind="stable")
     found: npt.NDArray[np.int64] = np.where(
         rows.any(axis=1), rarest_first[np.argmax(rows[:, rarest_first] > 0, axis=1)], rows.shape[1]

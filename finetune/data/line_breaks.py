@@ -1,4 +1,4 @@
-"""HTML's line breaks in texts, as reviews from web pages have them."""
+"""Replaces HTML line breaks in texts, as found in reviews from web pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BREAK = re.compile(r"</?br\b[^<>]*>", re.IGNORECASE)
 
 
 def without_html_breaks(rows: Any, columns: Columns) -> Any:
-    """The rows, a table or a stream, where each <br> of a text is a line break."""
+    """Replaces each <br> in the texts of a table or stream with a newline."""
 
     def clean(row: dict[str, Any]) -> dict[str, Any]:
         texts = {name: row[name] for name in columns.text}

@@ -1,4 +1,4 @@
-"""Lists that a csv holds as text, as pandas, numpy, Postgres or json write them: ['a', 'b'], ['a' 'b'], ("a", "b"),
+"""Lists stored as text in a CSV, as pandas, numpy, Postgres or json write them: ['a', 'b'], ['a' 'b'], ("a", "b"),
 {a,b}, array(['a', 'b'], dtype=object), [np.str_('a')]."""
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ TOKEN = re.compile(
     r"""\s*(?:(?P<call>[A-Za-z_][\w.]*)?(?P<open>[\[({])|(?P<close>[])}])|(?P<comma>,)"""
     r"""|[bu]?(?P<quoted>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(?P<bare>[^][\s,'"(){}]+))\s*"""
 )
-LISTS = ("array", "list", "tuple", "set", "frozenset", "tensor", "deque", "Index")  # calls that make one
+LISTS = ("array", "list", "tuple", "set", "frozenset", "tensor", "deque", "Index")  # calls that build a list
 WHOLE = re.compile(r"[+-]?\d+")
 CLOSED_BY = {"[": "]", "(": ")", "{": "}"}
 BOOLS = {"True": "1", "true": "1", "False": "0", "false": "0"}
 NOTHING = ("None", "null", "NULL", "nan", "NaN")
 CUT = "..."  # numpy leaves out the middle of a long array
 ODD: list[Any] = []  # stands for an item that is a list or an object
-MOST_WHOLE = 2**53  # beyond, a float is no whole number for sure
+MOST_WHOLE = 2**53  # from here on a float may be a rounded integer
 SHOWN_CHARACTERS = 60
-JOINTS, JOINED_SHARE = "|;", 0.1  # of the rows: from there on, labels may be several in one cell
+JOINTS, JOINED_SHARE = "|;", 0.1  # from this share of rows on, one cell probably joins several labels
 
 
 class _NoListError(Exception):
@@ -37,19 +37,19 @@ class _NoListError(Exception):
 
 
 class _Quoted(str):
-    """A word that stood in quotes: 'true' and '3.10' are names there."""
+    """A quoted word: in quotes, 'true' and '3.10' are names."""
 
     __slots__ = ()
 
 
 class _Opened:
-    """A bracket, and what has been read in it."""
+    """An open bracket and what has been read since."""
 
     def __init__(self, bracket: str = "", call: str | None = None) -> None:
         self.bracket, self.call = bracket, call
         self.items: list[Any] = []
-        self.options: int | None = None  # of a call, such as dtype=int64: behind how many items they begin
-        self.commas, self.has_words = 0, False  # words: neither quoted nor numbers
+        self.options: int | None = None  # number of items before a call's first option, such as dtype=int64
+        self.commas, self.has_words = 0, False  # words: unquoted, and not numbers
 
     def add(self, kind: str, text: str) -> None:
         if kind == "comma":
@@ -58,14 +58,14 @@ class _Opened:
             self.items.append(_Quoted(_unquoted(text)))
         elif self.call and "=" in text:
             self.options = len(self.items) if self.options is None else self.options
-        elif self.bracket == "{" and ":" in (text[0], text[-1]):  # Postgres quotes no colon: {10:30}
+        elif self.bracket == "{" and ":" in (text[0], text[-1]):  # Postgres does not quote colons: {10:30}
             self.items.append(ODD)
         else:
             self.has_words |= not (NUMBER.fullmatch(text) or text in (*NOTHING, *BOOLS, CUT))
             self.items.append(None if text in NOTHING else text)
 
     def value(self) -> Any:
-        """What it holds. Raises _NoListError for words in brackets that are no list."""
+        """The bracket's value. Raises _NoListError for bracketed text that is not a list."""
         if self.call:  # array([1, 0], dtype=int64), np.str_('a')
             inside = self.items[: self.options]
             if len(inside) > 1:
@@ -78,11 +78,11 @@ class _Opened:
 
 
 def list_in_text(text: str) -> list[Any] | None:
-    """Its items, each a text, None, or a list where it is no plain value; None for a text that is no list. Python's own
-    reader would join 'art' 'law' to one."""
+    """The items of a list: strings, None, or a list for anything that is not a plain value. None if `text` is not a
+    list. ast.literal_eval will not do: it joins 'art' 'law' into one string."""
     try:
         found = _read(text.strip())
-    except (_NoListError, SyntaxError, ValueError):  # as of a line break within quotes
+    except (_NoListError, SyntaxError, ValueError):  # such as a line break inside quotes
         return None
     return found if isinstance(found, list) else None
 
@@ -114,7 +114,7 @@ def _read(text: str) -> Any:
 
 
 def _unquoted(item: str) -> str:
-    """By json's escapes, or Python's."""
+    """Decodes JSON escapes, or else Python's."""
     try:
         return str(json.loads(item))
     except ValueError:
@@ -122,12 +122,12 @@ def _unquoted(item: str) -> str:
 
 
 def are_lists(cells: Iterable[object]) -> bool:
-    """Whether some of a column's texts are lists beyond doubt."""
+    """Whether any of the texts is certainly a list."""
     return _first_list(cells) is not None
 
 
 def _first_list(cells: Iterable[object]) -> tuple[str, list[Any]] | None:
-    """A single word in brackets, [UNK], is a word."""
+    """The first text that is certainly a list, and its items. A single bracketed word, such as [UNK], is not one."""
     ending = tuple(CLOSED_BY.values())
     lists = ((cell, list_in_text(cell)) for cell in cells if isinstance(cell, str) and cell.rstrip().endswith(ending))
     sure = ((cell, row) for cell, row in lists if row is not None and row != [cell.strip()[1:-1].strip()])
@@ -139,14 +139,14 @@ def _is_text(table: Dataset, column: str) -> bool:
 
 
 def note_of_lists(table: Dataset, column: str) -> str:
-    """What to say of a column whose texts `lists_of_text` makes lists; nothing of any other."""
+    """A note on a text column that `lists_of_text` turns into lists; empty for any other column."""
     found = _first_list(table[column][:]) if _is_text(table, column) else None
-    return f"{column} holds lists as text, such as {found[0][:SHOWN_CHARACTERS]!r}, and is read so" if found else ""
+    return f"{column} holds lists as text, such as {found[0][:SHOWN_CHARACTERS]!r}; read as lists" if found else ""
 
 
 def note_of_joined(labels: Counter[Any], column: str) -> str:
-    """What to say of classes such as a|b and b|c beside a few single names that recur in them: somebody may have joined
-    a text's labels. `labels` are the column's values with their numbers."""
+    """A warning if classes such as a|b and b|c are combinations of fewer single names: each cell may join several
+    labels. `labels` maps the column's values to their counts."""
     for mark in JOINTS:
         parts = {label: [one.strip() for one in str(label).split(mark)] for label in labels if not is_empty(label)}
         joined = {label for label, names in parts.items() if len(names) > 1 and all(names)}
@@ -162,8 +162,8 @@ def note_of_joined(labels: Counter[Any], column: str) -> str:
 
 
 def lists_of_text(table: Dataset, column: str, said: str) -> Dataset:
-    """The table, with the column as lists if its texts are such; `said` names the table in errors. Raises RequestError
-    where some rows hold lists and others do not, and for lists that hold more than plain values."""
+    """The table with its column of list texts turned into lists; unchanged if the texts are not lists. `said` names the
+    table in errors. Raises RequestError if only some rows hold lists, or if a list holds more than plain values."""
     cells = table[column][:] if _is_text(table, column) else []
     if not are_lists(cells):
         return table
@@ -180,13 +180,13 @@ def lists_of_text(table: Dataset, column: str, said: str) -> Dataset:
 
 def _fault(row: list[Any] | None) -> str:
     if any(item == CUT and not isinstance(item, _Quoted) for item in row or ()):
-        return "numpy has left out its middle"
+        return "numpy has left out the middle"
     is_odd = any(isinstance(item, list) for item in row or ())
     return "it holds lists or objects, or words without quotes and commas" if is_odd else ""
 
 
 def _typed(lists: list[Any]) -> tuple[str, list[Any]]:
-    """Numbers where all are such, True and False among them."""
+    """Numbers if every item is a number or a boolean; otherwise strings."""
     numbers = [_number(item) for row in lists for item in row or ()]
     if any(one is None or abs(one) >= MOST_WHOLE for one in numbers):
         return "string", lists
@@ -197,7 +197,7 @@ def _typed(lists: list[Any]) -> tuple[str, list[Any]]:
 
 
 def _number(item: str | None) -> float | None:
-    """None for a name, as all in quotes are but whole numbers."""
+    """None for a name. A quoted item is a name unless it is an integer."""
     if isinstance(item, _Quoted):
         return float(item) if WHOLE.fullmatch(item) else None
     text = BOOLS.get(item, item) if item is not None else ""

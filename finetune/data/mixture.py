@@ -1,4 +1,4 @@
-"""Blocks of several files as one data set, and what there is to say of their shares."""
+"""Joins the blocks of several files to one data set, and reports their shares."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from finetune.data.sampling import GlobalBatchSampler
 
 
 class Joined(Dataset[Any]):
-    """The blocks of `parts`, one after the other. With `weights` the sampler takes such shares (sampling.py)."""
+    """The blocks of `parts`, concatenated. With `weights` the sampler draws in these proportions (sampling.py)."""
 
     def __init__(
         self, parts: Sequence[PackedDataset], weights: Sequence[Fraction] | None = None, names: Sequence[str] = ()
@@ -44,12 +44,12 @@ def joined(
 
 
 def taken_of_each(split: Any, sampler: GlobalBatchSampler, samples: int) -> dict[str, dict[str, int]]:
-    """Of several files the blocks, documents and tokens that the first `samples` of a run were; nothing of one file. A
-    document counts where it begins: one that is cut is in several blocks."""
+    """How many blocks, documents and tokens of each file were in the first `samples` of a run; empty for a single file.
+    A document counts where it begins, as one that is cut is in several blocks."""
     split = split.rows if isinstance(split, Numbered) else split
     if not isinstance(split, Joined):
         return {}
-    times: npt.NDArray[np.int64] = np.zeros(len(split), dtype=np.int64)  # that each block was taken
+    times: npt.NDArray[np.int64] = np.zeros(len(split), dtype=np.int64)  # how often each block was sampled
     epoch = 0
     while samples > 0:
         sampler.set_epoch(epoch)
@@ -67,23 +67,23 @@ def taken_of_each(split: Any, sampler: GlobalBatchSampler, samples: int) -> dict
 
 
 def sentence_of_sources(taken: Mapping[str, Mapping[str, int]]) -> str:
-    """For the model card; nothing of one file."""
+    """For the model card; empty for a single file."""
     every = sum(one["tokens"] for one in taken.values())
     shown = [
         f"{name} {one['blocks']:,} blocks, {one['documents']:,} documents and {one['tokens']:,} tokens "
         f"({one['tokens'] / max(every, 1):.1%})"
         for name, one in taken.items()
     ]
-    return f"trained on, repetitions counted: {'; '.join(shown)}" if shown else ""
+    return f"trained on (counting repetitions): {'; '.join(shown)}" if shown else ""
 
 
 def note_of_shares(names: Sequence[str], split: Joined, learnt: Mapping[str, int]) -> str:
-    """What an epoch takes of each file; `learnt` are the tokens that are, of each in all."""
+    """What an epoch takes of each file; `learnt` counts the trained tokens of each file."""
     weights = split.weights or [Fraction(size) for size in split.sizes]
     samples = [float(weight / sum(weights)) * len(split) for weight in weights]
     tokens = [learnt[name] / size * taken for name, size, taken in zip(names, split.sizes, samples, strict=True)]
     shown = [
-        f"{name} {taken / len(split):.1%}, {_taken(taken, size)}, {count / sum(tokens):.1%} of what is learnt"
+        f"{name} {taken / len(split):.1%}, {_taken(taken, size)}, {count / sum(tokens):.1%} of the trained tokens"
         for name, size, taken, count in zip(names, split.sizes, samples, tokens, strict=True)
     ]
     return f"mixed by blocks, an epoch of {len(split):,}: {'; '.join(shown)}"

@@ -1,4 +1,4 @@
-"""Rows that know their number, by which what was computed of them before training is found."""
+"""Rows that carry their number, which locates values computed for them before training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUMBER = "number"
 
 
 class Numbered(Dataset[dict[str, Any]]):
-    """The `rows` of a data set that is read by number, in its order and shares, each with its NUMBER."""
+    """Wraps a map-style data set; each row also has its NUMBER. Order and weights stay the same."""
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
@@ -26,7 +26,7 @@ class Numbered(Dataset[dict[str, Any]]):
 
 
 class NumberedCollator:
-    """As `collator`, of rows with or without a NUMBER."""
+    """Wraps `collator` for rows with or without a NUMBER."""
 
     def __init__(self, collator: Callable[[list[Any]], dict[str, Any]]) -> None:
         self.collator = collator

@@ -1,4 +1,4 @@
-"""Labels that may be mistakes: words for a missing value, one name in several spellings, lists and objects among names.
+"""Labels that may be mistakes: missing-value markers, one name in several spellings, lists and objects among names.
 Imports no torch."""
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from typing import Any
 from finetune.data.columns import MAX_SHOWN, SHOWN_CHARACTERS, Labels, by_text, is_empty, is_number, label_text
 from finetune.errors import RequestError, plain
 
-MISSING = frozenset("NA|N/A|n/a|#N/A|#NA|<NA>|NaN|nan|NULL|null".split("|"))  # as pandas, R and SQL write no value
+MISSING = frozenset("NA|N/A|n/a|#N/A|#NA|<NA>|NaN|nan|NULL|null".split("|"))  # missing in pandas, R and SQL
 PERHAPS_MISSING = MISSING | {"None", "none"}
-FEW_SHARE = 0.1  # of the rows: such words on more of them may be a class, as NA of a continent is
+FEW_SHARE = 0.1  # of the rows; above it the word may be a real class, such as NA for North America
 TRUTHS = dict.fromkeys(("true", "t", "yes", "y", "1"), "true") | dict.fromkeys(("false", "f", "no", "n", "0"), "false")
-RARE, FREQUENT = 2, 100  # at most so many rows or words of a label, at least so many of one: the first may be a slip
+RARE, FREQUENT = 2, 100  # a label with at most RARE uses may be a typo for one with at least FREQUENT
 DIGITS = re.compile(r"\d+")
 
 
 def countable(value: Any) -> Any:
-    """A label as it may be counted: Python takes True for 1."""
+    """A label as a Counter key: Python treats True as 1."""
     return str(value) if isinstance(value, bool) else value
 
 
 def missing_words(counts: Counter[Any]) -> tuple[str, ...]:
-    """The labels of the training rows that are words for a missing value, which are no classes: where all others are
-    numbers, or these words are few. `counts` are the raw labels with their numbers."""
+    """The training labels that mark a missing value and so are not classes: the other labels are all numbers, or these
+    are few. `counts` maps raw labels to their number of rows."""
     names = by_text(counts)
     found = MISSING.intersection(names)
     others = names.keys() - found
@@ -35,8 +35,8 @@ def missing_words(counts: Counter[Any]) -> tuple[str, ...]:
 
 
 def missing_labels(values: Mapping[str, Sequence[Any]], known: Labels | None) -> dict[str, tuple[str, ...]]:
-    """The labels of each split that count as none, by the raw labels of all; those of a trained model, `known`, are
-    classes."""
+    """The missing-value labels of each split, from the raw labels of all splits. Labels that a trained model, `known`,
+    already has are classes."""
     names = {split: [label_text(value) for value in column if not is_empty(value)] for split, column in values.items()}
     counts = Counter(names.get("train", ()))
     classes = set(counts).difference(missing_words(counts)) | set(known.ids if known else ())
@@ -44,13 +44,13 @@ def missing_labels(values: Mapping[str, Sequence[Any]], known: Labels | None) ->
 
 
 def said_missing(words: Sequence[str]) -> str:
-    """What an error about such labels adds; nothing without them."""
+    """What an error message adds about such labels; empty if there are none."""
     names = " and ".join(map(repr, words))
-    return f" {names} counts as no label; a class that is called so needs another name." if words else ""
+    return f" {names} counts as no label; rename a class that has this name." if words else ""
 
 
 def refuse_nested(values: Sequence[Any], label: str, said: str) -> None:
-    """Raises RequestError for a label that is an object, or a list beside single labels; `said` names the table."""
+    """Raises RequestError for a label that is an object, or a list among single labels; `said` names the table."""
     for row, value in enumerate(values, 1):
         if isinstance(value, list | dict):
             what = "an object" if isinstance(value, dict) else "a list, and others are not"
@@ -61,12 +61,13 @@ def refuse_nested(values: Sequence[Any], label: str, said: str) -> None:
 
 
 def notes_of_names(names: Sequence[str], label: str) -> list[str]:
-    """What to say of classes that may be mistakes."""
+    """Warnings about classes that may be mistakes."""
     return [*_note_of_missing(names, label), *_note_of_spellings(names, label)]
 
 
 def note_of_slips(counts: Mapping[str, int], what: str) -> str:
-    """What to say of rare labels a letter away from a frequent one; numbers in names part them on purpose."""
+    """A warning about rare labels that differ by one letter from a frequent one. Names that differ only in their digits
+    do not count."""
     frequent = [name for name, count in counts.items() if count >= FREQUENT]
     found = [
         f"{plain(name)[:SHOWN_CHARACTERS]!r} ({count}) for {plain(near)[:SHOWN_CHARACTERS]!r} ({counts[near]:,})"
@@ -76,11 +77,11 @@ def note_of_slips(counts: Mapping[str, int], what: str) -> str:
     if not found:
         return ""
     more = f", and {len(found) - MAX_SHOWN} more" if len(found) > MAX_SHOWN else ""
-    return f"{what} that may be misspelt, each a class of its own: {', '.join(found[:MAX_SHOWN])}{more}"
+    return f"{what} that may be misspelt, each a separate class: {', '.join(found[:MAX_SHOWN])}{more}"
 
 
 def _is_slip(one: str, other: str) -> bool:
-    """Whether a letter more, less or another parts them, or two that changed places."""
+    """Whether they differ by one letter inserted, deleted or replaced, or by two adjacent letters swapped."""
     short, long = sorted((one, other), key=len)
     if len(short) < 3 or len(long) - len(short) > 1 or DIGITS.sub("", short) == DIGITS.sub("", long):
         return False
@@ -94,7 +95,7 @@ def _is_slip(one: str, other: str) -> bool:
 def _note_of_missing(names: Sequence[str], label: str) -> list[str]:
     found = [name for name in names if name in PERHAPS_MISSING]
     words = " and ".join(map(repr, found))
-    return [f"{label}: {words} is a class of its own; if it means no label, leave such rows out"] if found else []
+    return [f"{label}: {words} is a class; if it means a missing label, leave these rows out"] if found else []
 
 
 def _note_of_spellings(names: Sequence[str], label: str) -> list[str]:
@@ -109,5 +110,5 @@ def _note_of_spellings(names: Sequence[str], label: str) -> list[str]:
         return []
     more = f", and {len(several) - MAX_SHOWN} more" if len(several) > MAX_SHOWN else ""
     one = "truth value" if are_truths else "number" if are_numbers else ""
-    what = f"that may be one {one} in several spellings" if one else "that differ only in case or blanks"
-    return [f"{label}: labels {what}, each a class of its own: {', '.join(several[:MAX_SHOWN])}{more}"]
+    what = f"that may be one {one} in several spellings" if one else "that differ only in case or spaces"
+    return [f"{label}: labels {what}, each a separate class: {', '.join(several[:MAX_SHOWN])}{more}"]

@@ -1,4 +1,4 @@
-"""A double quote of a csv that is not closed: the rows up to the next quote become one cell. Imports no torch."""
+"""Detects unclosed double quotes in a CSV, which merge the rows up to the next quote. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from finetune.errors import RequestError
 
 
 def refuse_open_quotes(said: str, path: Path, separator: str, columns: int) -> None:
-    """Raises RequestError for a row of several lines, one of which looks whole by itself, in which a quote closes in
-    the middle of a cell: the next row's opening quote has closed it. A cell that means to hold lines is closed by a
-    separator or a line's end."""
-    lines: list[str] = []  # of the row that is being read
+    """Raises RequestError for a multi-line row that contains a line complete in itself and a quote that closes in the
+    middle of a cell: it is the opening quote of a later row. The quote of a real multi-line cell closes before a
+    separator or line end."""
+    lines: list[str] = []  # of the current row
     start = 1
     with path.open(encoding=UTF8, newline="", errors="replace") as file:
         reader = csv.reader(_seen(file, lines), delimiter=separator)
@@ -22,12 +22,12 @@ def refuse_open_quotes(said: str, path: Path, separator: str, columns: int) -> N
             for _ in reader:
                 if any(line.count(separator) >= columns - 1 for line in lines[:-1]) and _is_broken(lines, separator):
                     raise RequestError(
-                        f"{said}: line {start} opens a double quote that its row does not close, so that the rows of "
-                        f"lines {start} to {start + len(lines) - 1} would be one. Close it, or double it if meant."
+                        f"{said}: line {start} opens a double quote that its row does not close, so "
+                        f"lines {start} to {start + len(lines) - 1} would be one row. Close it, or double it if meant."
                     )
                 start += len(lines)
                 lines.clear()
-        except csv.Error:  # which the reader of the table explains
+        except csv.Error:  # the table reader reports it
             return
 
 

@@ -1,7 +1,7 @@
-"""Tokens on disk, memory-mapped, and the blocks that they are trained in: wrapped, best fit, or one a document.
+"""Tokens on disk, memory-mapped, and the blocks they are trained in: wrapped, best fit, or one per document.
 
-A block of size T gives `input_ids` (T,) and `shift_labels` (T,): the token that follows each position, -100 where
-none is to be learnt. Each token of the text, but for the first of all, is predicted exactly once.
+A block of size T gives `input_ids` (T,) and `shift_labels` (T,): the token after each position, or -100 if it is not
+trained on. Each token of the text except the very first is predicted exactly once.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-REAL_TOKENS = "real_tokens"  # of a micro-batch, without its padding
-IGNORED = -100  # the label that torch's cross entropy leaves out
+REAL_TOKENS = "real_tokens"  # number of tokens in a micro-batch, without padding
+IGNORED = -100  # the label that torch's cross entropy ignores
 
 
 def dtype_of(vocab_size: int) -> str:
-    """The smallest of numpy's types that holds every token id."""
+    """The smallest numpy type that holds every token id."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 class TokenWriter:
-    """Writes documents to a folder as they come: `tokens.bin`, `documents.npy` with where each begins, and
-    `learnt.bin`, a byte a token, where some tokens are not to be learnt."""
+    """Writes documents one by one to a folder: `tokens.bin`, `documents.npy` with the start of each document, and, if
+    some tokens are not trained on, `learnt.bin`, a byte per token."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
         self.folder, self.dtype = folder, dtype
@@ -38,8 +38,8 @@ class TokenWriter:
     def add(
         self, ids: npt.ArrayLike, lengths: npt.ArrayLike, ends: npt.ArrayLike, learnt: npt.ArrayLike | None = None
     ) -> None:
-        """Rows one after the other in `ids` (N,), of `lengths` (rows,); a document ends with each row that `ends`
-        (rows,), and goes on in the next row otherwise. `learnt` (N,) is given for all documents or for none."""
+        """Appends rows, concatenated in `ids` (N,), of `lengths` (rows,). Where `ends` (rows,) is true, the row ends a
+        document; otherwise the next row continues it. `learnt` (N,) is given for all documents or for none."""
         array = np.asarray(ids, dtype=self.dtype)
         self.tokens.write(array.tobytes())
         borders = self.written + np.cumsum(np.asarray(lengths, dtype=np.int64))
@@ -50,7 +50,7 @@ class TokenWriter:
             self.learnt.write(np.asarray(learnt, dtype=np.bool_).tobytes())
 
     def close(self) -> None:
-        if self.starts[-1] != self.written:  # the rows were cut off inside a document
+        if self.starts[-1] != self.written:  # the rows end inside a document
             self.starts.append(self.written)
         for file in filter(None, (self.tokens, self.learnt)):
             file.close()
@@ -60,7 +60,7 @@ class TokenWriter:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What `TokenWriter` wrote, mapped into memory: only the pages that are read take any."""
+    """What `TokenWriter` wrote, memory-mapped: only pages that are read take memory."""
 
     ids: npt.NDArray[Any]  # (N,)
     starts: npt.NDArray[np.int64]  # (documents + 1,)
@@ -78,8 +78,8 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which tokens make which block: block b has the pieces `offsets[b]` to `offsets[b + 1]`, each a run of `sizes`
-    inputs from token `starts`. The last label of a piece is the token that follows where it `goes_on`, else nothing."""
+    """Which tokens are in which block. Block b consists of pieces `offsets[b]` to `offsets[b + 1]`; each piece is
+    `sizes` inputs from token `starts`. Its last label is the next token if the document `goes_on`, else IGNORED."""
 
     starts: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64]
@@ -90,7 +90,7 @@ class Blocks:
         return len(self.offsets) - 1
 
     def take(self, numbers: npt.NDArray[np.int64]) -> Blocks:
-        """Those blocks alone."""
+        """Selects these blocks."""
         parts = [np.arange(self.offsets[n], self.offsets[n + 1]) for n in numbers.tolist()]
         pieces = np.concatenate([np.zeros(0, np.int64), *parts])
         offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts], dtype=np.int64)])
@@ -98,14 +98,14 @@ class Blocks:
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Inputs in each block."""
+        """Number of inputs in each block."""
         return np.add.reduceat(self.sizes, self.offsets[:-1]) if len(self) else np.zeros(0, np.int64)
 
 
 def wrapped(documents: npt.NDArray[np.int64], block_size: int, keep_tail: bool) -> tuple[Blocks, int]:
-    """The text from end to end in blocks of `block_size`, and how many predictions are left because they fill none.
+    """Cuts the whole text into blocks of `block_size`. Also returns how many predictions are left over.
 
-    With `keep_tail` the rest makes a last, shorter block. `documents` are where they start, and where the last ends.
+    With `keep_tail` the rest forms a last, shorter block. `documents` holds their starts, and the end of the last one.
     """
     full, rest = divmod(max(int(documents[-1]) - 1, 0), block_size)
     sizes: npt.NDArray[np.int64] = np.full(full + bool(keep_tail and rest), block_size, dtype=np.int64)
@@ -117,18 +117,18 @@ def wrapped(documents: npt.NDArray[np.int64], block_size: int, keep_tail: bool) 
 
 
 def one_each(documents: npt.NDArray[np.int64], block_size: int) -> Blocks:
-    """A block for each document; those longer than `block_size` are cut into as many as it takes."""
+    """One block per document; documents longer than `block_size` are cut into several blocks."""
     starts, sizes, goes_on = _pieces(documents, block_size)
     return Blocks(starts, sizes, goes_on, np.arange(len(starts) + 1))
 
 
 def best_fit_decreasing(documents: npt.NDArray[np.int64], block_size: int) -> Blocks:
-    """Whole documents in as few blocks as the heuristic finds: the longest first, each into the fullest block that has
-    room (Johnson 1973; for packing of training texts, Ding et al., arXiv 2404.10830). Longer ones are cut before."""
+    """Packs documents into few blocks: the longest first, each into the fullest block that has room (Johnson 1973; for
+    training texts, Ding et al., arXiv 2404.10830). Documents longer than a block are cut first."""
     starts, sizes, goes_on = _pieces(documents, block_size)
     members: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(block_size + 1)]  # blocks by the room left
-    rooms: list[int] = []  # the rooms that some block has, sorted
+    rooms: list[int] = []  # all amounts of room that occur, sorted
     for piece in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[piece])
         at = bisect.bisect_left(rooms, size)
@@ -152,7 +152,7 @@ def best_fit_decreasing(documents: npt.NDArray[np.int64], block_size: int) -> Bl
 
 
 def _pieces(documents: npt.NDArray[np.int64], block_size: int) -> tuple[Any, Any, Any]:
-    """Each document cut to runs of at most `block_size` inputs: starts, sizes, and whether the document goes on."""
+    """Cuts each document into runs of at most `block_size` inputs: starts, sizes, and whether the document goes on."""
     lengths = np.diff(documents)
     counts = -(-lengths // block_size)
     document: npt.NDArray[np.int64] = np.repeat(np.arange(len(lengths)), counts)
@@ -163,8 +163,8 @@ def _pieces(documents: npt.NDArray[np.int64], block_size: int) -> tuple[Any, Any
 
 
 class PackedDataset(Dataset[dict[str, torch.Tensor]]):
-    """Blocks as a torch data set: `input_ids` (T,), `shift_labels` (T,), `labels` (the same, by which the Trainer
-    counts), and with `document_mask` `position_ids` (T,), which start again at 0 with each document."""
+    """Blocks as a torch data set: `input_ids` (T,), `shift_labels` (T,), `labels` (the same; the Trainer counts by
+    them) and, with `document_mask`, `position_ids` (T,), which restart at 0 with each document."""
 
     def __init__(self, tokens: Tokens, blocks: Blocks, document_mask: bool) -> None:
         self.tokens, self.blocks, self.document_mask = tokens, blocks, document_mask
@@ -177,8 +177,8 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         return self.blocks.lengths
 
     def with_labels(self) -> PackedDataset:
-        """Without the blocks in which nothing is to be learnt, where that is known of each token: a step of such blocks
-        alone would have a loss of 0 / 0."""
+        """Drops blocks without any trained token, if `learnt` is recorded: a step of only such blocks would have a loss
+        of 0 / 0."""
         learnt, blocks = self.tokens.learnt, self.blocks
         if learnt is None or not len(blocks):
             return self
@@ -191,7 +191,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         tokens, blocks = self.tokens, self.blocks
         first, last = int(blocks.offsets[index]), int(blocks.offsets[index + 1])
         if last == first + 1 and blocks.goes_on[first] and tokens.learnt is None and not self.document_mask:
-            # Wrapped text, the common case: one read.
+            # Wrapped text, the common case, takes a single read.
             start = int(blocks.starts[first])
             run = torch.from_numpy(tokens.ids[start : start + int(blocks.sizes[first]) + 1].astype(np.int64))
             return {"input_ids": run[:-1], "labels": run[1:], "shift_labels": run[1:]}
@@ -215,7 +215,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         return item
 
     def _apart(self, start: int, size: int, after: npt.NDArray[np.int64]) -> tuple[Any, Any]:
-        """Positions that start again where a document begins inside a piece, and no label across such a border."""
+        """Positions that restart where a document begins inside a piece, and no labels across such borders."""
         place = np.arange(size)
         bounds = self.tokens.starts
         first, last = (int(np.searchsorted(bounds, token, side="left")) for token in (start + 1, start + size))
@@ -228,8 +228,8 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
 
 
 class Collator:
-    """Stacks blocks; those shorter than the longest, or than `length`, are padded with label IGNORED, and then an
-    attention mask tells."""
+    """Stacks blocks. If some are shorter than the longest, or than `length`, they are padded with label IGNORED, and an
+    attention mask is added."""
 
     def __init__(self, pad_token_id: int, length: int | None = None) -> None:
         self.pad_token_id, self.length = pad_token_id, length
@@ -247,7 +247,7 @@ class Collator:
             ]
             batch[name] = torch.stack(padded)
         if "position_ids" in batch:
-            batch[REAL_TOKENS] = torch.tensor([sum(sizes)])  # no mask tells them; the Trainer takes it out again
+            batch[REAL_TOKENS] = torch.tensor([sum(sizes)])  # there is no mask to count by; the Trainer removes it
         else:
             batch["attention_mask"] = (torch.arange(longest)[None] < torch.tensor(sizes)[:, None]).long()
         return batch

@@ -1,4 +1,4 @@
-"""Where a row of data comes from, for what is wrong with it: its file, and its line there."""
+"""Locates a row of data for error messages: its file, and its line or row there."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 from finetune.data.files import KINDS
 
-NUMBER = "__row__"  # a column of our own: the row's number in its file, from 0
+NUMBER = "__row__"  # our own column: the row's number in its file, from 0
 
 
 @dataclass(frozen=True)
 class Place:
-    """`lines` is the file, if it has a row a line."""
+    """`lines` is the file's path if it has one row per line."""
 
     name: str
     lines: str | None = None
@@ -23,7 +23,7 @@ class Place:
         return cls(path.name, str(path) if KINDS.get(path.suffix.lower()) == "json" else None)
 
     def of(self, row: int | None) -> str:
-        """In words; of a row whose number is not known, the file alone."""
+        """The place in words; just the file if the row's number is unknown."""
         if row is None:
             return self.name
         line = None if self.lines is None else _line_of(self.lines, row)
@@ -31,7 +31,7 @@ class Place:
 
 
 def _line_of(path: str, row: int) -> int | None:
-    """Lines of blanks are no rows. None for a file that is one JSON list, or in UTF-16."""
+    """The line of a row; blank lines are not rows. None for a file that is one JSON list, or in UTF-16."""
     with open(path, "rb") as file:
         rows = ((number, line) for number, line in enumerate(file, 1) if line.strip())
         for count, (number, line) in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Rows of preferences to batches."""
+"""Collates preference rows into batches."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ OF_PAIRS, OF_ANSWERS = ("chosen", "rejected"), ("answer", "other")
 
 
 def collate(sides: tuple[str, str], pad: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """B rows to `input_ids`, `attention_mask` and `targets` (2 B, T): the token that follows each position, IGNORED
-    where none is learnt. `places` (2 B,) number all texts, two to a row. The Trainer counts by `labels` (B,), which
-    come first, and by `shift_labels`: without these it would leave out the first row, as the first token of a text."""
+    """B rows to `input_ids`, `attention_mask` and `targets` (2 B, T): the token after each position, or IGNORED where
+    it is not trained on. `places` (2 B,) number all texts, two per row. `labels` (B,) come first, as the Trainer counts
+    rows by them; `shift_labels` keep it from dropping the first row, which it would as the first token of a text."""
     ids = [row[f"{side}_ids"] for side in sides for row in rows]
     learnt = [row[f"{side}_learnt"] for side in sides for row in rows]
     shape = len(ids), max(map(len, ids))
@@ -34,7 +34,7 @@ def collate(sides: tuple[str, str], pad: int, rows: Sequence[Mapping[str, Any]])
 
 
 def of_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """What a batch has of each row, whatever its sides are."""
+    """The part of a batch that depends on the rows and not on their sides."""
     one_each = torch.ones(len(rows), dtype=torch.long)
     return {
         "labels": one_each,

@@ -1,4 +1,4 @@
-"""Rows of preferences as people have them: what a prompt and its answers are."""
+"""Converts preference rows in common formats to a prompt and its answers."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from finetune.run.recipes.preference import PreferenceDataArguments
 SPLITS = ("train", "validation")
 GOOD, BAD = ("true", "1", "good", "desirable", "chosen", "yes"), ("false", "0", "bad", "undesirable", "rejected", "no")
 FEWEST_WORDS, MOST_WORDS = 5, 40  # of a built-in answer
-TokensOfSide = tuple[list[int], list[bool]]  # ids, and which of them are learnt
+TokensOfSide = tuple[list[int], list[bool]]  # ids, and which of them are trained on
 
 
 @dataclass(frozen=True)
 class Sides:
-    """A prompt and its answers, both texts, or both turns of a conversation. A pair has the better one first."""
+    """A prompt and its answers, either all texts or all lists of turns. In a pair the better answer comes first."""
 
     prompt: Any
     answers: tuple[Any, ...]
     margin: float = 0.0
-    label: int = 1  # of one answer: whether it is desirable
-    number: int = 0  # of its row in its file
+    label: int = 1  # for a single answer: whether it is desirable
+    number: int = 0  # row number in its file
 
     @property
     def is_chat(self) -> bool:
@@ -48,7 +48,7 @@ class Sides:
 
 
 def open_tables(arguments: PreferenceDataArguments) -> tuple[dict[str, Dataset], str]:
-    """The raw splits that are there, and where they come from."""
+    """The raw splits given, and where they come from."""
     given = open_splits(
         arguments, lambda split, name: open_file(f"{split}_file", name, encoding=arguments.encoding), SPLITS
     )
@@ -59,13 +59,13 @@ def open_tables(arguments: PreferenceDataArguments) -> tuple[dict[str, Dataset],
 
 
 def held_out(rows: Sequence[Sides], fraction: float, seed: int) -> dict[str, list[Sides]]:
-    """A seeded part. The same prompt is on one side alone. Raises RequestError."""
+    """A seeded split by prompt: all rows of a prompt go to the same side. Raises RequestError."""
     keys = [_key(row.prompt or row.answers) for row in rows]
     unique = sorted(set(keys))
     random.Random(seed).shuffle(unique)
     held = set(unique[: max(1, round(fraction * len(unique)))])
     if len(unique) < 2:
-        raise RequestError("the training data has a single prompt, and none can be held out. Add --validation_file.")
+        raise RequestError("the training data has a single prompt, so none can be held out. Add --validation_file.")
     found: dict[str, list[Sides]] = {"train": [], "validation": []}
     for key, row in zip(keys, rows, strict=True):
         found["validation" if key in held else "train"].append(row)
@@ -73,7 +73,7 @@ def held_out(rows: Sequence[Sides], fraction: float, seed: int) -> dict[str, lis
 
 
 def sides_of(kind: str, row: Mapping[str, Any]) -> Sides:
-    """What a row says. Raises RequestError for one from which nothing can be learnt."""
+    """Parses a row. Raises RequestError if nothing can be learned from it."""
     values = [row[name] for name in SIDES[kind]]
     for name, value in zip(SIDES[kind], values, strict=True):
         if value is None or not (value.strip() if isinstance(value, str) else value not in ([], {})):
@@ -89,13 +89,13 @@ def sides_of(kind: str, row: Mapping[str, Any]) -> Sides:
         ]
         shared, answers = _dialogues(before, own, row.get(SYSTEM))
     if len(answers) > 1 and answers[0] == answers[1]:
-        raise RequestError("`chosen` and `rejected` are alike, which says nothing of what is better.")
+        raise RequestError("`chosen` and `rejected` are the same, so the row states no preference.")
     label = _label(row["label"]) if kind == ANSWERS else 1
     return Sides(shared, answers, _margin(row), label)
 
 
 def _margin(row: Mapping[str, Any]) -> float:
-    """0 for a row that gives none."""
+    """0 for a row without a margin or scores."""
     names = ("margin",) if row.get("margin") is not None else SCORES
     if any(row.get(name) is None for name in names):
         return 0.0
@@ -109,8 +109,8 @@ def _margin(row: Mapping[str, Any]) -> float:
 
 
 def single(rows: Sequence[Sides], needs_both: bool = True) -> list[Sides]:
-    """Pairs as two answers each, a desirable and an undesirable one. Raises RequestError where all are of one kind and
-    it `needs_both`."""
+    """Splits each pair into a desirable and an undesirable answer. Raises RequestError if `needs_both` and all answers
+    are of one kind."""
     found = []
     for row in rows:
         labels = (1, 0) if len(row.answers) == 2 else (row.label,)
@@ -121,14 +121,14 @@ def single(rows: Sequence[Sides], needs_both: bool = True) -> list[Sides]:
     if needs_both and len({row.label for row in found}) < 2:
         kind = "desirable" if found[0].label else "undesirable"
         raise RequestError(
-            f"--loss kto: all {len(found):,} answers are {kind}, and there is nothing to tell apart. Give both kinds."
+            f"--loss kto: all {len(found):,} answers are {kind}, so there is no contrast to learn. Give both kinds."
         )
     return found
 
 
 def encoded(tokenizer: Any, row: Sides) -> list[TokensOfSide]:
-    """Of each answer the ids with its prompt, up to the last that is learnt. Texts begin as `finetune generate` begins
-    a prompt, with the tokenizer's own mark; chat templates write theirs. Raises RequestError."""
+    """Token ids of the prompt with each answer, up to the last trained token. Plain texts begin with the tokenizer's
+    own start tokens, as in `finetune generate`; chat templates write their own. Raises RequestError."""
     made, beginning = [], [] if row.is_chat else beginning_of(tokenizer)
     for answer in row.answers:
         if row.is_chat:
@@ -138,14 +138,14 @@ def encoded(tokenizer: Any, row: Sides) -> list[TokensOfSide]:
             ids, learnt, _ = completion(tokenizer, row.prompt, answer, beginning)
         end = max((i + 1 for i, used in enumerate(learnt) if used), default=0)
         if not end:
-            raise RequestError(f"row {row.number + 1}: nothing of an answer is learnt: {quoted(answer)}.")
+            raise RequestError(f"row {row.number + 1}: no token of an answer is trained on: {quoted(answer)}.")
         made.append((list(ids[:end]), list(map(bool, learnt[:end]))))
     return made
 
 
 def fitted(sides: Sequence[TokensOfSide], most: int) -> tuple[list[TokensOfSide], bool]:
-    """Sides of at most so many tokens, and whether they were cut: their prompt from its beginning, by as much on both
-    sides, then what is still too long at its end. A token before the first that is learnt stays."""
+    """Sides cut to at most `most` tokens, and whether any was cut. Cuts the start of the prompt, equally on both sides,
+    then the end if still too long. At least one token stays before the first trained one."""
     cut = max(len(ids) for ids, _ in sides) - most
     if cut <= 0:
         return list(sides), False
@@ -157,8 +157,8 @@ def fitted(sides: Sequence[TokensOfSide], most: int) -> tuple[list[TokensOfSide]
 def with_others(
     rows: Sequence[Sides], made: Sequence[tuple[list[TokensOfSide], bool]], most: int
 ) -> list[tuple[list[TokensOfSide], bool]]:
-    """To each answer of `made`, which are the tokens of `rows`, its prompt with the answer to another one, by which KTO
-    measures how far the policy has gone."""
+    """Adds to each answer in `made`, the tokens of `rows`, its prompt with another row's answer, from which KTO
+    estimates its KL term."""
     found = []
     for ([side], was_cut), number in zip(made, _others([_key(row.prompt) for row in rows]), strict=True):
         ids, learnt = made[number][0][0]
@@ -169,8 +169,8 @@ def with_others(
 
 
 def _others(prompts: Sequence[str]) -> list[int]:
-    """For each row the number of another, each once: with the rows of each prompt together, the one that lies as many
-    further on as the most frequent prompt has rows. So it has another prompt, unless one has more than half of all."""
+    """For each row the number of another row, each used once. Sorts rows by prompt and shifts by the size of the
+    largest prompt group, so that the other row has another prompt unless one prompt has more than half of all rows."""
     first: dict[str, int] = {}
     for number, prompt in enumerate(prompts):
         first.setdefault(prompt, number)
@@ -193,12 +193,14 @@ def _label(value: Any) -> int:
 
 
 def _dialogues(before: list[Turn], sides: Sequence[list[Turn]], rules: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The turns that the sides share, and the rest of each. A side that does not begin with the assistant's turn has
-    its prompt in it. `rules` are the system's, where no turn has them."""
+    """The turns that the sides share, and the rest of each side. A side that does not start with an assistant turn
+    contains its prompt. `rules` is the system message, used if no turn has one."""
     whole = []
     for own in sides:
         if before and before[-1]["role"] == own[0]["role"] == ASSISTANT:
-            raise RequestError(f"the prompt ends with the assistant's turn, so it has an answer: {quoted(before[-1])}.")
+            raise RequestError(
+                f"the prompt ends with an assistant turn, so it already has an answer: {quoted(before[-1])}."
+            )
         whole.append(led_by(rules, [*before, *own] if own[0]["role"] == ASSISTANT else own))
     shared = 0
     if len(whole) == 1:
@@ -210,17 +212,17 @@ def _dialogues(before: list[Turn], sides: Sequence[list[Turn]], rules: Any) -> t
         return whole[0], answers
     for turns in answers:
         if not any(turn["role"] == ASSISTANT and has_words(turn) for turn in turns):
-            raise RequestError(f"one side has no answer of the assistant's beyond what both share: {quoted(turns)}.")
+            raise RequestError(f"one side has no assistant answer beyond what both share: {quoted(turns)}.")
         if turns[0]["role"] in ("user", "system"):
             raise RequestError(
-                f"`chosen` and `rejected` do not answer one prompt: one goes on with {quoted(turns[0])}."
+                f"`chosen` and `rejected` do not answer the same prompt: one continues with {quoted(turns[0])}."
             )
     return whole[0][:shared], answers
 
 
 def docstring_pairs() -> list[dict[str, str]]:
-    """Rows of `prompt`, `chosen` and `rejected`: a function's name and arguments, the first paragraph of its docstring,
-    and the same words in another order. Sources are parsed, never imported."""
+    """Rows of `prompt` (a function's name and arguments), `chosen` (the first paragraph of its docstring) and
+    `rejected` (the same words shuffled). Sources are parsed, never imported."""
     library = Path(sysconfig.get_paths()["stdlib"])
     found: dict[str, str] = {}
     for package in PACKAGES:
@@ -230,7 +232,7 @@ def docstring_pairs() -> list[dict[str, str]]:
     rows = []
     for text, head in sorted(found.items()):
         words = text.split()
-        random.Random(text).shuffle(words)  # a text seeds the same order in every process
+        random.Random(text).shuffle(words)  # seeded by the text, so every process gets the same order
         if " ".join(words) != text:
             rows.append({"prompt": f"{head}\n", "chosen": text, "rejected": " ".join(words)})
     return rows

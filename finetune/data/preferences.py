@@ -1,10 +1,9 @@
-"""Preferences as tokens, prepared once and cached: prompts with a chosen and a rejected answer, or, for KTO, with an
+"""Preferences as tokens, prepared once and cached: prompts with a chosen and a rejected answer or, for KTO, with one
 answer that is desirable or not.
 
-A row of pairs has `chosen_ids` and `rejected_ids` with `chosen_learnt` and `rejected_learnt`, a truth value for each
-token; one of KTO has `answer_...`, and `other_...`: its prompt with the answer of another row. `row` counts through all
-splits: by it the reference's log-probabilities are found.
-"""
+A pair has `chosen_ids` and `rejected_ids` with `chosen_learnt` and `rejected_learnt`, a boolean per token: is it
+trained on. A KTO row has `answer_...`, and `other_...`: its prompt with another row's answer. `row` numbers the rows
+across all splits and locates the reference model's log-probabilities."""
 
 from __future__ import annotations
 
@@ -61,14 +60,14 @@ class PreferenceAccount:
     columns: str
     rows: dict[str, int]
     skipped: dict[str, int]
-    truncated: dict[str, int]  # of their prompts
+    truncated: dict[str, int]  # rows that were cut
     max_seq_length: int
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class PreferenceData:
-    """Tokenized splits, with all that belongs to them."""
+    """Tokenized splits with account and tokenizer."""
 
     splits: dict[str, Dataset]
     account: PreferenceAccount
@@ -77,32 +76,32 @@ class PreferenceData:
 
     @property
     def processor(self) -> Any:
-        """What is saved beside the weights."""
+        """What is saved next to the weights."""
         return self.tokenizer
 
     def require_all(self, training: Any) -> None:
-        """Raises RequestError where the data lacks a split that a flag of `training` asks for."""
+        """Raises RequestError if the data lacks a split that a flag of `training` needs."""
         require_splits(self.splits, training, "file")
 
     @property
     def lengths(self) -> Any:
-        """Tokens of the longer side of each training row, to group by."""
+        """Tokens of the longer side of each training row, for length grouping."""
         return self.splits["train"]["length"] if "train" in self.splits else None
 
     @cached_property
     def margins(self) -> torch.Tensor:
-        """By how much the scores of a pair are to differ, of all rows (N,)."""
+        """The target margin between the scores of each pair, for all rows (N,)."""
         found = [split["margin"][:] for split in self.splits.values() if "margin" in split.column_names]
         return torch.tensor([margin for some in found for margin in some], dtype=torch.float32)
 
     @property
     def collator(self) -> Any:
-        """Rows of one side, then those of the other, padded on the right."""
+        """Collates all rows' first sides, then all second sides, padded on the right."""
         return partial(collate, self.sides, self.pad)
 
     @property
     def pad(self) -> int:
-        """What stands behind the shorter rows of a batch."""
+        """The id that pads the shorter rows of a batch."""
         pad = self.tokenizer.pad_token_id
         return int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
 
@@ -114,7 +113,7 @@ class PreferenceData:
         said += f", {left_out:,} bad rows left out" if left_out else ""
         said += "".join(f"; {note}" for note in (account.columns, *account.notes) if note)
         cut = sum(account.truncated.values())
-        said += f"; {cut:,} rows longer than {account.max_seq_length} tokens, cut alike on both sides" if cut else ""
+        said += f"; {cut:,} rows longer than {account.max_seq_length} tokens, cut equally on both sides" if cut else ""
         more = "; --train_file takes your own" if account.source.startswith("built-in") else ""
         return f"data: {account.source} ({said}{more})"
 
@@ -130,14 +129,14 @@ def prepare_preferences(
     launch: Launch,
     kept: Any | None = None,
 ) -> PreferenceData:
-    """The preferences of one run, from the cache or made on the rank that leads its node. `block_size` is in tokens, of
-    a prompt with its answer.
+    """The preferences of one run, from the cache or made by the rank that leads its node. `block_size` is the length of
+    a prompt with its answer in tokens.
 
-    Without `tokenizer`, one is made of the training text; a resumed run gives the one that its checkpoint has `kept`.
+    Without `tokenizer`, one is trained on the training text; a resumed run passes its checkpoint's tokenizer as `kept`.
     Raises RequestError for bad data.
     """
     if arguments.chat_template and tokenizer is not None:
-        tokenizer.chat_template = read_template(arguments.chat_template)  # and so it is saved
+        tokenizer.chat_template = read_template(arguments.chat_template)  # so it is saved with the tokenizer
     job = _Job(arguments, preparation, tokenizer, loss == "kto", block_size, seed)
     if tokenizer is None and kept is not None and not made_by(job.folder, kept):
         job = replace(job, tokenizer=kept)
@@ -148,12 +147,12 @@ def prepare_preferences(
 
 @dataclass(frozen=True)
 class _Job:
-    """All that decides what the rows are, and how they are made."""
+    """Everything that determines the rows, and how to make them."""
 
     arguments: PreferenceDataArguments
     preparation: PreparationArguments
     tokenizer: Any | None
-    is_single: bool  # answers by themselves, for KTO
+    is_single: bool  # single answers, for KTO
     block_size: int
     seed: int
 
@@ -163,7 +162,7 @@ class _Job:
         key = cache_key(
             FORMAT,
             platform.python_version(),  # the built-in text is Python's own
-            asdict(arguments) | {"chat_template": None},  # which is looked at by what it names
+            asdict(arguments) | {"chat_template": None},  # the tokenizer's identity includes the template's content
             {name: value for name, value in asdict(self.preparation).items() if name not in OF_NO_EFFECT},
             file_states(arguments.dataset_name, arguments.train_file, arguments.validation_file),
             None if tokenizer is None else identity_for_texts(tokenizer),
@@ -208,7 +207,7 @@ class _Job:
         (folder / "account.json").write_text(json.dumps(account, indent=1))
 
     def _sides(self, split: str, table: Dataset) -> tuple[list[Sides], int, str]:
-        """The rows of a split, how many bad ones are left out, and which columns are read. Raises RequestError."""
+        """The rows of a split, the number of bad rows left out, and which columns are read. Raises RequestError."""
         file = getattr(self.arguments, f"{split}_file")
         place = Place.of_file(file) if file else Place(f"the {split} data")
         renames = check_renames(renames_of(self.arguments.column_mapping), table.column_names, place.name)
@@ -226,26 +225,26 @@ class _Job:
             number, why = next(iter(bad.items()))
             raise RequestError(
                 f"{place.of(number)}: {why} There are {len(bad):,} such rows of {len(table):,}. Fix them, or leave "
-                "them out by --skip_bad_rows True."
+                "them out with --skip_bad_rows True."
             )
         if not found:
-            raise RequestError(f"{place.name}: has no row that can be learnt. The first: {bad.get(0, 'none')}")
+            raise RequestError(f"{place.name}: has no usable row. The first: {bad.get(0, 'none')}")
         others = [name for name in table.column_names if name not in columns]
         return found, len(bad), said_columns(read, others)
 
     def _train_tokenizer(self, sides: Mapping[str, Sequence[Sides]], is_chat: bool) -> Any:
         if is_chat:
             raise RequestError(
-                "the data has conversations, which a tokenizer from scratch does not suit. Give a model's own by "
-                "--model_name_or_path or --tokenizer_name."
+                "the data has conversations, which a tokenizer trained from scratch does not support. Give a model's "
+                "tokenizer with --model_name_or_path or --tokenizer_name."
             )
         texts = [text for row in sides["train"] for text in (row.prompt, *row.answers)]
         kind, size = self.arguments.tokenizer, self.arguments.bpe_vocab_size
         return train_text_tokenizer(kind, texts, size, self.block_size, with_end=True)
 
     def _encoded(self, tokenizer: Any, rows: Sequence[Sides], first: int) -> tuple[Dataset, int]:
-        """A table of token ids, and how many of the rows were cut. Held-out rows are no longer in their order: figures
-        do not depend on it, and padding does."""
+        """A table of token ids, and how many rows were cut. Rows are sorted by length, because it saves padding and
+        metrics do not depend on order."""
         encode = partial(encoded, tokenizer)
         strange = any(row.is_chat for row in rows) and not is_ours(tokenizer.chat_template)
         made = each_bounded(encode, rows, "the tokenizer's chat template") if strange else map(encode, rows)
@@ -270,7 +269,7 @@ class _Job:
         is_chat = found.pop("is_chat")
         tokenizer = self.tokenizer or AutoTokenizer.from_pretrained(str(self.folder / "tokenizer"))
         if is_chat and not tokenizer.chat_template:
-            tokenizer.chat_template = DEFAULT_TEMPLATE  # saved with the model, which has learnt by it
+            tokenizer.chat_template = DEFAULT_TEMPLATE  # saved with the model, which was trained with it
         splits = {name: Dataset.load_from_disk(str(self.folder / name)) for name in SPLITS if name in found["rows"]}
         account = PreferenceAccount(**{**found, "notes": tuple(found["notes"])})
         sides = OF_ANSWERS if self.is_single else OF_PAIRS

@@ -1,6 +1,6 @@
-"""Names in the source of Python's own standard library, each with what it is there: real text for token classification.
+"""Names in the source of Python's standard library, tagged with their role: real text for token classification.
 
-A sentence is a run of whole statements of one module. What a name is, its neighbours say: `name` is an attribute in
+A sentence is a run of whole statements of one module. A name's role depends on its neighbors: `name` is an attribute in
 `self.name`, a call in `self.name()`, a parameter in `def f(name)`. Sources are parsed, never imported.
 """
 
@@ -18,13 +18,13 @@ from pathlib import Path
 
 KINDS = ("attribute", "call", "class", "function", "import", "parameter")
 MOST_WORDS = 64  # of a sentence, unless one statement has more
-LONGEST_STATEMENT = 200  # words; what is longer is a table of constants
-HELD_OUT_OF = 10  # one module of so many, by a hash of its name
+LONGEST_STATEMENT = 200  # words; anything longer is a table of constants
+HELD_OUT_OF = 10  # one module in ten, by a hash of its name
 SKIPPED = ("test", "this", "antigravity")
-QUOTES = '""'  # stands for a string, whose text is no code
+QUOTES = '""'  # replaces a string, whose content is not code
 
 Sentence = tuple[list[str], list[str]]
-Place = tuple[int, int]  # line, from 1, and byte in it, as `ast` counts
+Place = tuple[int, int]  # line, from 1, and byte offset in it, as in `ast`
 
 
 def name_rows() -> dict[str, dict[str, list[list[str]]]]:
@@ -46,11 +46,11 @@ def name_rows() -> dict[str, dict[str, list[list[str]]]]:
 
 
 def sentences(path: Path) -> Iterator[Sentence]:
-    """The words and tags of one source file, a few statements at a time; nothing of a file that does not parse."""
+    """The words and tags of one source file, a few statements at a time; nothing if it does not parse."""
     try:
         text = path.read_text(encoding="utf-8")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes in old strings
+            warnings.simplefilter("ignore")  # invalid escapes in old strings
             names = _names(ast.parse(text))
         statements = list(_statements(text, names))
     except (SyntaxError, UnicodeDecodeError, tokenize.TokenError):
@@ -69,7 +69,7 @@ def sentences(path: Path) -> Iterator[Sentence]:
 
 
 def _names(tree: ast.AST) -> dict[Place, str]:
-    """What stands where. Definitions are found by the keyword before them, for `ast` does not say where a name is."""
+    """The role of each name by position. Definitions are missing, as `ast` does not locate their names: see `_tag`."""
     found: dict[Place, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
@@ -113,7 +113,7 @@ def _tag(
     token: tokenize.TokenInfo, word: str, before: str, is_import: bool, tags: list[str], names: dict[Place, str]
 ) -> str:
     is_name = token.type == tokenize.NAME and not keyword.iskeyword(word)
-    if is_import:  # a dotted name is one entity; the dots of a relative one stand before it
+    if is_import:  # a dotted name is one entity, without the leading dots of a relative import
         goes_on = bool(tags) and tags[-1] != "O" and (word == "." or before == ".")
         return "I-import" if goes_on else "B-import" if is_name else "O"
     if not is_name:

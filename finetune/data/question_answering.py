@@ -1,4 +1,4 @@
-"""Questions and the texts that answer them, SQuAD's or of Python's standard library; in windows of tokens."""
+"""Extractive question answering, from SQuAD or Python's standard library, tokenized into overlapping windows."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from finetune.run.flags.text import PreparationArguments
 from finetune.run.recipes.question_answering import QuestionDataArguments
 
 QUESTION, CONTEXT, ANSWERS, ID = "question", "context", "answers", "id"
-TEXTS, STARTS = "answer_texts", "answer_starts"  # of a cleaned row; characters
-NULL = "null"  # of a window, the place of the token that stands for no answer
-FIRST, LAST = "first_characters", "last_characters"  # of a window's tokens, -1 but for those of the context
+TEXTS, STARTS = "answer_texts", "answer_starts"  # of a cleaned row; starts are in characters
+NULL = "null"  # the position in a window of the token that stands for "no answer"
+FIRST, LAST = "first_characters", "last_characters"  # of a window's tokens; -1 outside the context
 SPANS = Labels("question_answering", ())
-MOST_STRIDE, LEAST_NEW = 128, 8  # tokens: of the default, and that a window has beside those it shares
-LONGEST_FUNCTION, LONGEST_ANSWER, MOST_LINES, MOST_ASKED = 400, 60, 40, 2  # characters twice, lines, questions
+MOST_STRIDE, LEAST_NEW = 128, 8  # tokens: the largest default stride, and the fewest new tokens of a window
+LONGEST_FUNCTION, LONGEST_ANSWER, MOST_LINES, MOST_ASKED = 400, 60, 40, 2  # characters, characters, lines, questions
 BUILT_IN = "built-in questions about functions of Python's standard library, held out by package"
 
 
 @dataclass(frozen=True)
 class QuestionData(ClassificationData):
-    """Windows: columns `input_ids`, `length` and, where answers are known, `labels`: the first token of the answer, its
-    last (both `null` where it is not in the window) and `length`. Held-out and test windows also have what is asked."""
+    """Windows: columns `input_ids`, `length` and, if answers are known, `labels`: the answer's first and last token
+    (both `null` if it is not in the window) and `length`. Held-out and test windows keep question and context."""
 
     def describe(self) -> str:
         """One line for the log: what is used, and which flags change it."""
@@ -49,7 +49,7 @@ class QuestionData(ClassificationData):
 
     @property
     def collator(self) -> Any:
-        """Pads windows on the right, whichever side the tokenizer has."""
+        """Pads windows on the right, whatever the tokenizer's padding side."""
         return partial(collate, self.tokenizer)
 
 
@@ -72,9 +72,7 @@ def prepare_questions(arguments: QuestionDataArguments, *rest: Any, max_seq_leng
 
 
 def load_questions(arguments: QuestionDataArguments) -> tuple[Table, str]:
-    """The raw splits that are there, with a row for each question, and a line that says where they come from. Raises
-    RequestError."""
-
+    """The raw splits given, one row per question, and a line that says where they come from. Raises RequestError."""
     given = open_splits(
         arguments, lambda split, name: _flat(open_file(f"{split}_file", name, encoding=arguments.encoding))
     )
@@ -82,7 +80,7 @@ def load_questions(arguments: QuestionDataArguments) -> tuple[Table, str]:
 
 
 def _flat(table: Dataset) -> Dataset:
-    """Of SQuAD's own JSON, whose `data` has articles, these paragraphs, and these questions, or of flat rows in it."""
+    """Flattens SQuAD's own JSON: `data` holds articles, these paragraphs, these questions; or `data` is flat."""
     if "data" not in table.column_names or QUESTION in table.column_names:
         return table
     articles = [*chain.from_iterable(found or () for found in table["data"])]
@@ -96,7 +94,7 @@ def _flat(table: Dataset) -> Dataset:
 
 
 def _answers(found: Any) -> tuple[list[Any], list[Any]] | None:
-    """Texts and where they begin, of SQuAD's list of objects or the hub's object of lists; None for what is neither."""
+    """Answer texts and starts, from SQuAD's list of objects or the hub's object of lists; None for any other form."""
     if isinstance(found, list) and all(isinstance(one, Mapping) for one in found):
         found = {name: [one.get(name) for one in found] for name in ("text", "answer_start")}
     texts, starts = (found.get("text"), found.get("answer_start")) if isinstance(found, Mapping) else (None, None)
@@ -113,7 +111,7 @@ def clean_questions(
     known: Any = None,
     trained: Any = None,
 ) -> CleanTables:
-    """Rows of `question`, `context` and, where they are known, the answers. Raises RequestError."""
+    """Rows of `question`, `context` and, if known, the answers. Raises RequestError."""
     cleaned, skipped, notes = Table(), {}, list[str]()
     renames, others = renames_of(arguments.column_mapping), tuple[str, ...]()
     for split, table in tables.items():
@@ -122,7 +120,7 @@ def clean_questions(
         wanted = (QUESTION, CONTEXT, *(() if split == "test" else (ANSWERS,)))
         if missing := [name for name in wanted if name not in table.column_names]:
             raise RequestError(
-                f"{said}: has no column {missing[0]!r}; it has {', '.join(table.column_names)}. Rename one by "
+                f"{said}: has no column {missing[0]!r}; it has {', '.join(table.column_names)}. Rename one with "
                 f"--column_mapping OLD={missing[0]}."
             )
         others = others or tuple(sorted(set(table.column_names).difference(wanted, (ID, ANSWERS))))
@@ -131,7 +129,7 @@ def clean_questions(
             why, numbers = bad[0][1], ", ".join(str(i + 1) for i, _ in bad[:MAX_SHOWN])
             raise RequestError(
                 f"{said}: {len(bad):,} of {len(table):,} rows are bad: {why} (counted from 1: {numbers}"
-                f"{', ...' if len(bad) > MAX_SHOWN else ''}). Fix them, or leave them out by --skip_bad_rows True."
+                f"{', ...' if len(bad) > MAX_SHOWN else ''}). Fix them, or leave them out with --skip_bad_rows True."
             )
         if not rows:
             raise RequestError(f"{said}: has no good row.")
@@ -153,17 +151,17 @@ def clean_questions(
 def _checked(
     rows: Sequence[Mapping[str, Any]], said: str, split: str, takes_none: bool
 ) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
-    """The good rows, and of the others their number and what is wrong."""
+    """Returns the good rows, and the number and fault of each bad one."""
     good, bad = list[dict[str, Any]](), list[tuple[int, str]]()
     is_known = split != "test" or any(any(_answers(row.get(ANSWERS)) or ()) for row in rows)
     for i, row in enumerate(rows):
         found = _answers((is_known and row[ANSWERS]) or [])
-        why = "" if found else "answers are no texts with answer_start"
+        why = "" if found else "answers do not have texts with answer_start"
         if is_empty(row[QUESTION]) or is_empty(row[CONTEXT]):
             why = "a question or a context is empty"
         elif is_known and found and not found[0] and not takes_none:
             raise RequestError(
-                f"{said}: row {i + 1} has no answer. If that is meant, as in SQuAD 2, add --version_2_with_negative "
+                f"{said}: row {i + 1} has no answer. If that is intended, as in SQuAD 2, add --version_2_with_negative "
                 "True."
             )
         if (why := why or _fault(row[CONTEXT], *found or ())) or not found:
@@ -176,7 +174,7 @@ def _checked(
 
 
 def _fault(context: Any, texts: Sequence[Any] = (), starts: Sequence[Any] = ()) -> str:
-    """Of answers that do not stand where they are said to."""
+    """The fault of answers that are not in the context where they should be; empty if there is none."""
     for text, start in zip(texts, starts, strict=True):
         is_place = isinstance(text, str) and text.strip() and isinstance(start, int) and start >= 0
         if not is_place or not str(context).startswith(text, start):
@@ -187,14 +185,14 @@ def _fault(context: Any, texts: Sequence[Any] = (), starts: Sequence[Any] = ()) 
 def window_encoder(
     stride: int, tokenizer: Any, columns: Columns, max_length: int
 ) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
-    """Windows of at most `max_length` tokens: the question, and a part of the context that shares `stride` tokens with
-    the next. A question that leaves no room is cut. Raises RequestError where none would."""
+    """Windows of at most `max_length` tokens: the question and a part of the context that shares `stride` tokens with
+    the next window. A question that is too long is cut. Raises RequestError if windows have no room for a question."""
     special = tokenizer.num_special_tokens_to_add(pair=True)
     most = max_length - special - stride - LEAST_NEW  # tokens of a question
     if most < LEAST_NEW:
         raise RequestError(
-            f"--doc_stride {stride}: windows of {max_length} tokens (--max_seq_length) have no room for a question and "
-            f"{LEAST_NEW} new tokens beside those. Give at most {max_length - special - 2 * LEAST_NEW}."
+            f"--doc_stride {stride}: windows of {max_length} tokens (--max_seq_length) have no room for a question, "
+            f"the stride and {LEAST_NEW} new tokens. Give at most {max_length - special - 2 * LEAST_NEW}."
         )
 
     def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -237,7 +235,7 @@ def window_encoder(
 
 
 def _span(answer: tuple[str, int], firsts: Any, lasts: Any, null: int) -> tuple[int, int]:
-    """The tokens that the answer begins and ends with; `null` twice, where it does not lie in the window whole."""
+    """The first and last token of the answer; `null` twice if the window does not contain all of it."""
     text, start = answer
     start, end = start + len(text) - len(text.lstrip()), start + len(text.rstrip())
     begins = np.flatnonzero((firsts >= 0) & (firsts <= start) & (lasts > start))
@@ -246,19 +244,19 @@ def _span(answer: tuple[str, int], firsts: Any, lasts: Any, null: int) -> tuple[
 
 
 def collate(tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """`input_ids` and `attention_mask` (B, T), `token_type_ids` where the model has them, and `labels` (B, 3)."""
+    """`input_ids` and `attention_mask` (B, T), `token_type_ids` if the model uses them, and `labels` (B, 3)."""
     read = [{name: row[name] for name in ("input_ids", "token_type_ids") if name in row} for row in rows]
     batch = dict(pad_without_fast_tokenizer_warning(tokenizer, read, padding_side="right", return_tensors="pt"))
     return batch | ({"labels": torch.tensor([row["labels"] for row in rows])} if "labels" in rows[0] else {})
 
 
 def function_questions() -> dict[str, list[dict[str, Any]]]:
-    """Rows of the splits `train` and `validation`, which share no package and no function. No source is imported."""
+    """Rows of the splits `train` and `validation`, which share no package and no function. Nothing is imported."""
     return {split: [*chain(*found.values())] for split, found in by_package(_asked).items()}
 
 
 def _asked(tree: ast.Module) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Of short functions, without their docstring and decorators: questions that a single place answers."""
+    """Questions about short functions, without docstring and decorators, that exactly one place answers."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef) or (node.end_lineno or 0) - node.lineno > MOST_LINES:
             continue
@@ -285,7 +283,7 @@ def _rows(text: str) -> list[dict[str, Any]]:
 
 
 def _places(function: Any) -> Iterator[tuple[str, ast.expr]]:
-    """Questions and what answers them."""
+    """Questions and the nodes that answer them."""
     arguments, name = function.args, function.name
     for argument, default in zip(arguments.args[::-1], arguments.defaults[::-1], strict=False):
         yield f"What is the default of {argument.arg}?", default

@@ -1,4 +1,4 @@
-"""Batches of like length, in an order that depends on the seed alone and never on the number of processes."""
+"""Batches of similar length, in an order that depends on the seed and not on the number of processes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
-LISTED = 10_000  # indices that are Python's integers at one time
-MEGABATCH = 50  # global batches that are sorted together: enough for little padding, little enough to stay random
+LISTED = 10_000  # indices held as Python integers at a time
+MEGABATCH = 50  # global batches sorted together: enough to reduce padding, few enough to stay random
 
 
 class GlobalBatchSampler(Sampler[int]):
@@ -22,9 +22,9 @@ class GlobalBatchSampler(Sampler[int]):
     (transformers 5.23, Trainer._get_train_sampler), so which samples meet in a step depends on the number of
     processes. Here it depends on the global batch alone: 1 x 32, 2 x 16 and 2 x 8 x 2 take the same steps.
 
-    With `lengths` (one a sample, in tokens) a shuffled run of MEGABATCH global batches is sorted, cut into global
-    batches, and these are shuffled again. Without, it is a plain shuffle. The last batch of an epoch is filled up from
-    the epoch's first samples, so every step is a full one and is averaged right under gradient accumulation.
+    With `lengths` (of each sample, in tokens), a shuffled run of MEGABATCH global batches is sorted, cut into global
+    batches, and these are shuffled again. Without, it is a plain shuffle. An epoch's last batch is filled up with the
+    epoch's first samples, so every step is full and gradient accumulation averages correctly.
     """
 
     def __init__(self, size: int, global_batch_size: int, seed: int, lengths: Sequence[int] | None = None) -> None:
@@ -46,7 +46,7 @@ class GlobalBatchSampler(Sampler[int]):
         order: npt.NDArray[np.int64] = np.resize(random.permutation(self.size), len(self))
         if self.lengths is not None:
             order = self._group(order, random)
-        for some in np.array_split(order, -(-len(order) // LISTED)):  # a list of all would take 40 bytes an index
+        for some in np.array_split(order, -(-len(order) // LISTED)):  # one list of all takes 40 bytes per index
             yield from some.tolist()
 
     def _group(self, order: npt.NDArray[np.int64], random: np.random.Generator) -> npt.NDArray[np.int64]:
@@ -57,22 +57,21 @@ class GlobalBatchSampler(Sampler[int]):
         grouped = np.concatenate([group[np.argsort(-self.lengths[group], kind="stable")] for group in flat])
         batches: npt.NDArray[np.int64] = grouped.reshape(-1, self.global_batch_size)
         shuffled = random.permutation(len(batches))
-        # The longest batch goes first: if memory runs out, it does so at once.
+        # The longest batch goes first: if memory runs out, it happens at once.
         longest = int(np.argmax(self.lengths[batches].max(axis=1)[shuffled]))
         shuffled[[0, longest]] = shuffled[[longest, 0]]
         return batches[shuffled].ravel()
 
 
 class MixtureSampler(GlobalBatchSampler):
-    """Samples of several sources, one after the other in a data set of the `sizes`, in shares by `weights`: after any
-    number of samples of the run, in its first epoch or a later one, each source has had its share to less than one. A
-    source goes round in an order of its own for each round, and in the next epoch goes on where it was. An epoch has as
-    many samples as the data set."""
+    """Samples several sources, concatenated in one data set with these `sizes`, in proportion to `weights`. At any
+    point of the run, in any epoch, each source is within one sample of its share. Each pass over a source has its own
+    order, and the next epoch continues where the last one stopped. An epoch has as many samples as the data set."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[Fraction], global_batch_size: int, seed: int) -> None:
         super().__init__(sum(sizes), global_batch_size, seed)
         self.sizes, self.weights = sizes, weights
-        self.taken = [[0] * len(sizes)]  # of each source before each epoch that is known
+        self.taken = [[0] * len(sizes)]  # samples of each source before each epoch computed so far
 
     def __iter__(self) -> Iterator[int]:
         while len(self.taken) <= self.epoch:
@@ -89,7 +88,7 @@ class MixtureSampler(GlobalBatchSampler):
             yield from some.tolist()
 
     def _of(self, source: int, size: int, first: int, count: int) -> npt.NDArray[np.int64]:
-        """The samples `first` and following of those that the run takes of one source."""
+        """The indices of one source's samples `first` to `first + count`, counted over the whole run."""
         rounds = range(first // size, -(-(first + count) // size))
         orders = [np.random.default_rng((self.seed, source, one)).permutation(size) for one in rounds]
         begin = first - first // size * size
@@ -97,9 +96,9 @@ class MixtureSampler(GlobalBatchSampler):
 
 
 def interleaved(weights: Sequence[Fraction], counts: Sequence[int], samples: int) -> npt.NDArray[np.uint8]:
-    """Which source each of the next `samples` is of, where `counts` of each have been taken: by Tijdeman, The chairman
-    assignment problem (1980), which keeps each of k sources within 1 - 1 / (2k - 2) of its share. In whole numbers, so
-    that all ranks agree."""
+    """The source of each of the next `samples`, after `counts` samples of each. Uses Tijdeman's algorithm (The chairman
+    assignment problem, 1980), which keeps each of k sources within 1 - 1 / (2k - 2) of its share. Integer arithmetic
+    makes all ranks agree."""
     scale = lcm(*(weight.denominator for weight in weights))
     shares = [int(weight * scale) for weight in weights]
     total, most = sum(shares), 2 * len(shares) - 2
@@ -120,8 +119,8 @@ def interleaved(weights: Sequence[Fraction], counts: Sequence[int], samples: int
 
 
 def sampler_of(dataset: Any, global_batch_size: int, seed: int, lengths: Any) -> GlobalBatchSampler:
-    """The order in which a data set is trained on: by its `weights` if it has any, else shuffled, by `lengths` if there
-    are some."""
+    """The training order of a data set: by its `weights` if it has any; otherwise shuffled, grouped by `lengths` if
+    given."""
     if weights := getattr(dataset, "weights", None):
         return MixtureSampler(dataset.sizes, weights, global_batch_size, seed)
     return GlobalBatchSampler(len(dataset), global_batch_size, seed, lengths)

@@ -1,5 +1,5 @@
-"""Pairs of texts, of which one is to be made of the other: tables with two columns, or functions of Python's standard
-library and the first lines of their docstrings."""
+"""Source and target texts for text-to-text models: tables with two columns, or functions of Python's standard library
+and the first lines of their docstrings."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from finetune.run.recipes.seq2seq import PairArguments
 
 SOURCE, TARGET = "source", "target"
 PAIRS = Labels("text_to_text", ())
-PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"  # as T5's, in this order
+PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"  # as in T5, in this order
 LEAST_LINE, MOST_BODY = 12, 4_000  # characters
 BUILT_IN = "built-in functions of Python's standard library, to the first line of their docstring, held out by package"
 
 
 @dataclass(frozen=True)
 class PairData(ClassificationData):
-    """Columns `input_ids`, `labels`, and `length`, which is that of both; beside them the texts themselves."""
+    """Columns `input_ids`, `labels`, and `length`, the sum of both lengths; also the texts themselves."""
 
     def cut(self, split: str) -> dict[str, int]:
-        """How many sources, and how many targets, of a split are cut to their length."""
+        """How many sources and targets of a split were truncated."""
         return {side: int(np.sum(self.splits[split][f"{side}_cut"])) for side in (SOURCE, TARGET)}
 
     @property
     def columns(self) -> str:
-        """Which columns are read, and which are not; nothing of data that has no others than these."""
+        """Which columns are read, and which are ignored; empty for the built-in data."""
         found = self.account.columns
         read = {SOURCE: found.text, TARGET: (found.label,) if found.label else ()}
         return "" if self.account.source == BUILT_IN else said_columns(read, found.others)
@@ -61,7 +61,7 @@ class PairData(ClassificationData):
 def prepare_pairs(
     arguments: PairArguments, *rest: Any, max_source_length: int, max_target_length: int, **more: Any
 ) -> PairData:
-    """As `finetune.data.classification.prepare`; lengths are in tokens, with the end of text."""
+    """As `finetune.data.classification.prepare`; lengths are in tokens, including the end of text."""
     lengths = {"max_source_length": max_source_length, "max_target_length": max_target_length}
     settled = PairArguments(**{**vars(arguments), **lengths})
     _, tokenizer, *_ = rest
@@ -80,7 +80,7 @@ def prepare_pairs(
 
 
 def load_pairs(arguments: PairArguments) -> tuple[Table, str]:
-    """The raw splits that are there, and a line that says where they come from. Raises RequestError."""
+    """The raw splits given, and a line that says where they come from. Raises RequestError."""
     given = open_splits(arguments, lambda split, name: open_file(f"{split}_file", name, encoding=arguments.encoding))
     if given:
         return given
@@ -96,8 +96,8 @@ def clean_pairs(
     trained: Any = None,
     has_languages: bool = False,
 ) -> CleanTables:
-    """Columns `source` and, but for a test split without, `target`; `has_languages`: the model's tokenizer does. Raises
-    RequestError."""
+    """Columns `source` and `target`; a test split may lack `target`. `has_languages`: the model's tokenizer has
+    language codes. Raises RequestError."""
     if not has_languages:
         _refuse_unread_languages(tables, arguments)
     tables = {split: _of_languages(table, arguments, split) for split, table in tables.items()}
@@ -107,7 +107,7 @@ def clean_pairs(
     for split, table in tables.items():
         cleaned[split], skipped[split] = _without_bad_rows(table, columns, split, cut.skip_bad_rows)
     if alike := sum(a.strip() == b.strip() for a, b in _pairs(cleaned.get("train"))):
-        notes.append(f"{alike:,} training pairs have one text on both sides")
+        notes.append(f"{alike:,} training pairs have the same text on both sides")
     if "validation" not in cleaned and "train" in cleaned:
         mend = "Add --validation_file."
         ids: npt.NDArray[np.int64] = np.zeros(len(cleaned["train"]), dtype=np.int64)
@@ -125,16 +125,16 @@ def _pairs(table: Dataset | None) -> Iterator[tuple[str, str]]:
 
 
 def _of_languages(table: Dataset, arguments: PairArguments, split: str) -> Dataset:
-    """Of a column `translation`, which has an object of texts by language, a column for each of the two."""
+    """Splits a `translation` column, an object with a text per language, into a source and a target column."""
     if TRANSLATION not in table.column_names or arguments.source_column_name or arguments.target_column_name:
         return table
     there = list(getattr(table.features[TRANSLATION], "keys", list)())
     said = [lang or "" for lang in (arguments.source_lang, arguments.target_lang)]
-    asked = [lang if lang in there else lang.split("_")[0] for lang in said]  # en, or as models write it, en_XX
+    asked = [lang if lang in there else lang.split("_")[0] for lang in said]  # en for the model's en_XX
     if not all(lang in there for lang in asked):
         raise RequestError(
-            f"the {split} data has translations of {', '.join(map(plain, there)) or 'no languages'}. Say which is read "
-            "and which is to be written by --source_lang and --target_lang."
+            f"the {split} data has translations of {', '.join(map(plain, there)) or 'no languages'}. Name the language "
+            "to read and the one to write with --source_lang and --target_lang."
         )
     rows = table[TRANSLATION][:]
     return Dataset.from_dict(
@@ -143,20 +143,20 @@ def _of_languages(table: Dataset, arguments: PairArguments, split: str) -> Datas
 
 
 def _refuse_unread_languages(tables: Table, arguments: PairArguments) -> None:
-    """Raises RequestError where --source_lang or --target_lang would do nothing."""
+    """Raises RequestError if --source_lang or --target_lang would have no effect."""
     asked = [f"--{name}" for name in ("source_lang", "target_lang") if getattr(arguments, name)]
     by_name = arguments.source_column_name or arguments.target_column_name
     if asked and (by_name or not any(TRANSLATION in table.column_names for table in tables.values())):
         data = "columns are chosen by name" if by_name else f"the data has no column {TRANSLATION!r}"
         raise RequestError(
-            f"{' and '.join(asked)}: does nothing, for {data}, and the model's tokenizer knows no languages. Drop it; "
-            "--source_prefix tells a T5 what to do."
+            f"{' and '.join(asked)}: has no effect, because {data}, and the model's tokenizer has no language codes. "
+            "Drop it; --source_prefix tells a T5 what to do."
         )
 
 
 def _without_bad_rows(table: Dataset, columns: Columns, split: str, skip: bool) -> tuple[Dataset, int]:
-    """`source` and `target` as text. Pairs with an empty side are refused, or with `skip` left out; a test split may
-    have no targets at all."""
+    """`source` and `target` as text. Pairs with an empty side are refused, or left out with `skip`; a test split may
+    have no targets."""
     wanted = {SOURCE: columns.text[0], TARGET: str(columns.label)}
     if missing := [name for name in wanted.values() if name not in table.column_names and (split != "test")]:
         raise RequestError(f"the {split} data has no column {missing[0]!r}. It has: {', '.join(table.column_names)}.")
@@ -166,14 +166,14 @@ def _without_bad_rows(table: Dataset, columns: Columns, split: str, skip: bool) 
     for name, values in found.items():
         if wrong := next((i for i, one in enumerate(values) if isinstance(one, list | dict)), None):
             raise RequestError(
-                f"the {split} data, row {wrong + 1}: {name} is no text, but {type(values[wrong]).__name__}."
+                f"the {split} data, row {wrong + 1}: {name} is not text, but {type(values[wrong]).__name__}."
             )
     bad = np.array([any(map(is_empty, row)) for row in zip(*found.values(), strict=True)])
     if (count := int(bad.sum())) and not skip:
         rows = ", ".join(str(i + 1) for i in np.flatnonzero(bad)[:5])
         raise RequestError(
             f"the {split} data has {count:,} of {len(table):,} pairs with an empty side (counted from 1, without a "
-            f"header: {rows}{', ...' if count > 5 else ''}). Fix them, or leave them out by --skip_bad_rows True."
+            f"header: {rows}{', ...' if count > 5 else ''}). Fix them, or leave them out with --skip_bad_rows True."
         )
     if count == len(table):
         raise RequestError(f"the {split} data has no pair with text on both sides. Check the column names.")
@@ -185,15 +185,15 @@ def _without_bad_rows(table: Dataset, columns: Columns, split: str, skip: bool) 
 def pair_encoder(
     arguments: PairArguments, tokenizer: Any, columns: Columns, max_length: int
 ) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
-    """Token ids of sources with their prefix and, as `labels`, of targets, both cut to their length; a test row without
-    a target gets the end alone, which nobody judges."""
+    """Encodes prefixed sources and, as `labels`, targets, each truncated to its length. A test row without a target
+    gets just the end token, which is not evaluated."""
     most, prefix = int(arguments.max_target_length or 0), arguments.source_prefix or ""
     end = tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
 
     def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         ids, source_cut = cut_to(tokenizer, max_length, text=[prefix + text for text in rows[SOURCE]])
         written, target_cut = cut_to(tokenizer, most, text_target=rows.get(TARGET, [""] * len(ids)))
-        written = [one or [end] for one in written]  # not all tokenizers mark it, and BART shifts no empty row
+        written = [one or [end] for one in written]  # not every tokenizer adds it, and BART cannot shift an empty row
         return {
             "input_ids": ids,
             "labels": written,
@@ -207,7 +207,7 @@ def pair_encoder(
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, max_length: int) -> Any:
-    """A byte-level BPE as GPT-2's, which gives every text back as it was, with an end of text behind each as T5's."""
+    """A lossless byte-level BPE like GPT-2's, with an end-of-text token after each text as in T5."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -230,8 +230,8 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, max_length: int) -> A
 
 
 def function_rows() -> dict[str, dict[str, list[str]]]:
-    """Columns `source` and `target` of the splits `train` and `validation`: functions as they are written, without
-    their docstring, and its first line. The splits share no package, no function and no line. Sources are parsed, never
+    """Columns `source` (a function's source code without its docstring) and `target` (the docstring's first line) of
+    the splits `train` and `validation`, which share no package, function or line. Sources are parsed, never
     imported."""
     splits = by_package(_functions)
     lines = {*splits["validation"], *splits["validation"].values()}

@@ -1,6 +1,6 @@
-"""Pairs whose prompt is computed once: a row has the prompt, the chosen answer and the rejected one, one behind the
-other. The rejected answer's positions go on from the prompt's, and a mask (finetune.models.shared_prompt) hides the
-chosen one from it."""
+"""Preference pairs whose shared prompt is computed once: a row is the prompt, the chosen answer, and the rejected
+answer. The rejected answer's positions continue from the prompt's, and a mask (finetune.models.shared_prompt) hides the
+chosen answer from it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ import torch
 from finetune.data.columns import IGNORED
 from finetune.data.preference_batches import OF_PAIRS, of_rows
 
-PROMPT, CHOSEN, REJECTED, PADDING = range(4)  # to which a token of a row belongs
+PROMPT, CHOSEN, REJECTED, PADDING = range(4)  # the segment of a row to which a token belongs
 
 
 def shared_tokens(row: Mapping[str, Any]) -> int:
-    """How many tokens at the beginning of both sides are computed once. The last one before an answer is not: what
-    follows it differs, so each side has its own."""
+    """How many leading tokens both sides share and compute once. The last token before an answer is excluded: its
+    target differs, so each side has its own."""
     ids, learnt = ([list(row[f"{side}_{name}"]) for side in OF_PAIRS] for name in ("ids", "learnt"))
     alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*ids, strict=False)))
-    first = [used.index(True) for used in learnt if True in used]  # a side may be cut before what is learnt of it
+    first = [used.index(True) for used in learnt if True in used]  # truncation may leave a side without trained tokens
     return max(min(alike, *first) - 1, 0)
 
 
 def collate_shared(pad: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """As `finetune.data.preferences.collate`, but of B pairs `input_ids`, `attention_mask` and `targets` are (B, T);
-    `segments` (B, T) says to which part of its row each token belongs, and `position_ids` (B, T) where it stands in its
-    side."""
+    """As `finetune.data.preference_batches.collate`, but `input_ids`, `attention_mask` and `targets` of B pairs are
+    (B, T); `segments` (B, T) is each token's segment, and `position_ids` (B, T) its position in its side."""
     found = [_joined(row) for row in rows]
     fill = {"input_ids": pad, "targets": IGNORED, "segments": PADDING, "position_ids": 0}
     shape = len(rows), max(len(one["input_ids"]) for one in found)

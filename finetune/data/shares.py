@@ -1,4 +1,4 @@
-"""Which rows a group of ranks reads together, and which part of each text a rank of it has."""
+"""Sequence parallelism: which rows a group of ranks reads together, and which part of each text a rank gets."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.utils.data import Sampler
 from finetune.data.packing import IGNORED, REAL_TOKENS
 from finetune.data.sampling import GlobalBatchSampler
 
-WHOLE_POSITIONS = "whole_positions"  # of a batch, those of all tokens, where documents in it do not see one another
+WHOLE_POSITIONS = "whole_positions"  # positions of all tokens, if documents in a block are masked from one another
 FILL = {"input_ids": 0, "labels": IGNORED, "shift_labels": IGNORED, "position_ids": 0}
 
 
 class SharedRows(Sampler[int]):
-    """The indices of `sampler`, each micro-batch as often as ranks share it: accelerate deals micro-batches to the
-    ranks in turn (1.15, data_loader.py, BatchSamplerShard), so that neighbours read the same rows."""
+    """The indices of `sampler`, each micro-batch repeated for the ranks that share it: accelerate deals micro-batches
+    to the ranks in turn (1.15, data_loader.py, BatchSamplerShard), so adjacent ranks read the same rows."""
 
     def __init__(self, sampler: GlobalBatchSampler, micro_batch: int, sharing: int) -> None:
         self.sampler, self.micro_batch, self.sharing = sampler, micro_batch, sharing
@@ -37,9 +37,9 @@ class SharedRows(Sampler[int]):
 
 
 class SharedTexts:
-    """A collator of blocks: of what `collate` makes, rank `rank` of `size` gets tokens (B, T / size), in the order of
-    the text, with their positions in the whole. T is padded to a multiple of `size` first. The first rank counts the
-    real tokens of all, so that a sum over ranks is right."""
+    """A collator of blocks: rank `rank` of `size` gets its slice (B, T / size) of what `collate` makes, in text order,
+    with positions in the whole text. T is first padded to a multiple of `size`. Only the first rank counts real tokens,
+    so that the sum over ranks is right."""
 
     def __init__(self, collate: Callable[[Any], dict[str, torch.Tensor]], size: int, rank: int) -> None:
         self.collate, self.size, self.rank = collate, size, rank
@@ -54,7 +54,7 @@ class SharedTexts:
         batch = {name: torch.nn.functional.pad(value, (0, missing), value=FILL[name]) for name, value in batch.items()}
         length = ids.shape[1] + missing
         documents = batch.get("position_ids")
-        if documents is None:  # padding stands behind the text, and what comes later is seen by nothing before
+        if documents is None:  # padding comes last, and causal attention never looks ahead
             batch["position_ids"] = torch.arange(length).expand(len(ids), length)
         share = length // self.size
         part = slice(self.rank * share, (self.rank + 1) * share)

@@ -1,4 +1,4 @@
-"""The splits that a run asks for by its flags."""
+"""Opens and checks the splits that a run's flags ask for."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ASKED_BY = {"train": "do_train", "validation": "do_eval", "test": "do_predict"}
 def open_splits(
     arguments: Any, opened: Callable[[str, str], Dataset], splits: Sequence[str] = tuple(ASKED_BY)
 ) -> tuple[dict[str, Dataset], str] | None:
-    """The raw splits that are there, and where they come from: of the hub, or each file as `opened` gives it by its
-    split and name. None where neither is named. Raises RequestError."""
+    """The raw splits given and where they come from: the hub, or files, each opened by `opened` (split, file name).
+    None if the flags name neither. Raises RequestError."""
     if arguments.dataset_name:
         found = {name: open_hub(arguments.dataset_name, arguments.dataset_config_name, name) for name in splits}
         tables = {name: table for name, table in found.items() if table is not None}
@@ -32,17 +32,17 @@ def open_splits(
 
 
 def unused_fraction(cut: PreparationArguments) -> str:
-    """What to say of --validation_fraction where the data has a validation split already; nothing of the default."""
+    """A warning if --validation_fraction is set but the data already has a validation split; empty otherwise."""
     asked = cut.validation_fraction
     is_asked = asked != PreparationArguments.validation_fraction
-    return f"--validation_fraction {asked:g} does nothing, for there is a validation split" if is_asked else ""
+    return f"--validation_fraction {asked:g} has no effect, because there is a validation split" if is_asked else ""
 
 
 def hold_out_by(
     train: Dataset, keys: Sequence[Any], fraction: float, seed: int, said: str, what: str
 ) -> dict[str, Dataset]:
-    """A seeded part of what rows have in common as `validation`: rows with equal `keys` stand on one side alone. Raises
-    RequestError where there is too little of it, in `said` by the name of `what`."""
+    """Holds out a seeded part as `validation`; rows with equal `keys` go to the same side. Raises RequestError, naming
+    `said` and `what`, if there are too few distinct keys."""
     unique = sorted(set(keys))
     random.Random(seed).shuffle(unique)
     held = set(unique[: max(1, round(fraction * len(unique)))])
@@ -56,8 +56,8 @@ def hold_out_by(
 
 
 def require_splits(there: Iterable[str], training: Any, kind: str) -> None:
-    """Raises RequestError where a flag of `training` asks for a split that the data lacks; `kind` ends the flag that
-    would give it, "file" or "dir"."""
+    """Raises RequestError if a flag of `training` needs a split that the data lacks; `kind` ("file" or "dir") ends the
+    name of the flag that would provide it."""
     names = list(there)
     for name, flag in ASKED_BY.items():
         if getattr(training, flag) and name not in names:

@@ -1,4 +1,4 @@
-"""Training data that is never whole in memory or on disk: read, cleaned and tokenized on the way to the model."""
+"""Training data that is never entirely in memory or on disk: read, cleaned and tokenized on the fly."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from finetune.errors import RequestError, RunError
 from finetune.run.flags.text import DataArguments, PreparationArguments
 
 SHUFFLE_BUFFER_ROWS = 10_000
-HELD_OUT_ROWS = 1_000  # at most, where there is no validation split and no --max_eval_samples
+HELD_OUT_ROWS = 1_000  # at most, without a validation split and --max_eval_samples
 TOKENIZER_ROWS = 100_000  # enough text to train a vocabulary on
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What one pass over the stream found.
+    """The result of one pass over the stream.
 
-    `rows` are those left for training, which `label_counts` counts. Rows are held out for validation by a seeded hash
-    of their number, up to row `last_held_out` (-1 for none): the first rows of a sorted file may be of one class.
+    `rows` counts the rows left for training, `label_counts` their labels. Rows up to `last_held_out` (-1 for none) are
+    held out for validation by a seeded hash of their number: the first rows of a sorted file may all be of one class.
     """
 
     columns: Columns
@@ -55,11 +55,11 @@ class Survey:
     fraction: float
     held_out: int
     last_held_out: int
-    notes: tuple[str, ...] = ()  # what there is to say of its labels
+    notes: tuple[str, ...] = ()  # remarks about the labels
 
 
 def open_stream(arguments: DataArguments, columns: Columns | None = None) -> IterableDataset:
-    """The training rows as they come, their texts cleaned once `columns` are known. Raises RequestError."""
+    """The training rows in order, their texts cleaned if `columns` are given. Raises RequestError."""
     if arguments.dataset_name:
         stream = open_hub(arguments.dataset_name, arguments.dataset_config_name, "train", streaming=True)
     elif arguments.train_file:
@@ -78,14 +78,14 @@ def survey(
     seed: int,
     trained: Labels | None,
 ) -> Survey:
-    """Read the stream once: columns, labels, bad rows and how many rows there are. Nothing of the text is kept."""
+    """Reads the stream once for columns, labels, bad rows and the number of rows. Keeps no text."""
     stream = open_stream(arguments)
     head = list(islice(stream, HEAD_ROWS))
     columns = find_columns(head, arguments.text_column_names, arguments.label_column_name, "the training data")
     cells = [row[str(columns.label)] for row in head]
     has_several = isinstance(cells[0], list) or are_lists(cells)
     if arguments.label_column_names or arguments.task == MULTI_LABEL or has_several:
-        raise RequestError("--streaming: rows with several labels each are not read from a stream. Leave it out.")
+        raise RequestError("--streaming: does not support several labels per row. Leave it out.")
     fraction = 0.0 if has_validation else preparation.validation_fraction
     most_held_out = preparation.max_eval_samples or HELD_OUT_ROWS
     most = preparation.max_train_samples or sys.maxsize
@@ -97,7 +97,7 @@ def survey(
             bad += 1
             if not preparation.skip_bad_rows:
                 raise RequestError(
-                    f"data row {number + 1} of the stream has empty text or label. Fix it, or leave such rows out by "
+                    f"data row {number + 1} of the stream has empty text or label. Fix it, or leave such rows out with "
                     "--skip_bad_rows True."
                 )
             continue
@@ -112,18 +112,18 @@ def survey(
         elif not fraction or held_out >= most_held_out:
             break
     if not names and (words := missing_words(everything)) and not (trained and set(words) <= set(trained.ids)):
-        raise RequestError(f"the stream has rows without a label.{said_missing(words)} Take them out of the file.")
+        raise RequestError(f"the stream has rows without a label.{said_missing(words)} Remove them from the file.")
     labels = find_labels(everything, arguments.task, names, "the training data", trained)
     counts = dict(by_text(kept)) if labels.task == "classification" else {}
     if not kept or (fraction and not held_out):
-        raise RequestError(f"the stream has {rows + held_out} good rows: too few. Add --validation_file, or rows.")
+        raise RequestError(f"the stream has {rows + held_out} good rows: too few. Add rows, or --validation_file.")
     odd = [] if names else notes_of_names(labels.names, str(columns.label))
     notes = tuple(filter(None, [note_of_numbers(everything, labels, arguments.task), *odd]))
     return Survey(columns, labels, counts, rows, bad, fraction, held_out, last, notes)
 
 
 def class_names_of(stream: IterableDataset, columns: Columns) -> list[str] | None:
-    """The names behind the ids of a hub data set with named classes; None where labels are what they say."""
+    """The class names of a hub data set whose labels are ids; None if labels are names already."""
     return getattr(stream.features[columns.label], "names", None) if stream.features else None
 
 
@@ -132,7 +132,7 @@ def _is_bad(row: dict[str, Any], columns: Columns) -> bool:
 
 
 def is_drawn(number: int, seed: int, fraction: float) -> bool:
-    """Whether row `number` of a stream is held out: a seeded hash, which needs no pass over the rows."""
+    """Whether row `number` of a stream is held out, by a seeded hash that needs no pass over the rows."""
     return zlib.crc32(f"{seed} {number}".encode()) < fraction * 2**32
 
 
@@ -149,15 +149,14 @@ def held_out_rows(arguments: DataArguments, found: Survey, seed: int) -> Dataset
 
 
 def some_texts(arguments: DataArguments, found: Survey) -> Iterator[str]:
-    """Text enough to train a vocabulary on."""
+    """Yields enough text to train a vocabulary on."""
     for row in islice(open_stream(arguments, found.columns), TOKENIZER_ROWS):
         yield from (str(row[name]) for name in found.columns.text if row[name] is not None)
 
 
 class TextStream(TorchIterableDataset):
-    """Rows of `text` (a tuple of one or two strings) and `labels`, shuffled in a buffer, in an order that the seed and
-    the epoch decide. Accelerate deals them out to the ranks; tokenizing is left to the collator, so that no rank
-    tokenizes what another will train on."""
+    """Rows of `text` (a tuple of one or two strings) and `labels`, shuffled in a buffer by seed and epoch. Accelerate
+    deals them out to the ranks; the collator tokenizes, so that no rank tokenizes rows that another trains on."""
 
     def __init__(self, arguments: DataArguments, found: Survey, seed: int) -> None:
         self.found = found
@@ -172,7 +171,7 @@ class TextStream(TorchIterableDataset):
         self.global_batch_size = 1
 
     def __len__(self) -> int:
-        """Rows of an epoch: as with GlobalBatchSampler the first are taken again to fill up the last global batch."""
+        """Rows of an epoch. As in GlobalBatchSampler, the first rows fill up the last global batch."""
         return -(-self.found.rows // self.global_batch_size) * self.global_batch_size
 
     def set_epoch(self, epoch: int) -> None:
@@ -192,15 +191,15 @@ class TextStream(TorchIterableDataset):
             text = tuple(str(row[name]) for name in columns.text)
             yield {"text": text, "labels": self.found.labels.encode(names[value] if names else value)}
         worker = get_worker_info()
-        if read < self.found.rows and (worker is None or worker.num_workers == 1):  # else they share the rows
+        if read < self.found.rows and (worker is None or worker.num_workers == 1):  # several workers share the rows
             raise RunError(
-                f"the stream has ended after {read:,} rows, and {self.found.rows:,} were counted before training. Is "
-                "its end cut off? Fix it, then --resume auto."
+                f"the stream ended after {read:,} rows, but {self.found.rows:,} were counted before training. Is "
+                "it truncated? Fix it, then --resume auto."
             )
 
 
 class StreamCollator(DataCollatorWithPadding):
-    """Pads as its parent does, and tokenizes rows that come as text."""
+    """Pads like its parent, and tokenizes rows that are still text."""
 
     def __init__(self, tokenizer: Any, max_seq_length: int) -> None:
         super().__init__(tokenizer)

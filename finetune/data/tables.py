@@ -1,4 +1,4 @@
-"""Raw tables to clean ones: splits loaded, columns and labels found, bad rows refused or skipped, samples chosen."""
+"""Cleans raw tables: loads splits, finds columns and labels, refuses or skips bad rows, chooses samples."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Table = dict[str, Dataset]
 
 
 def load_tables(arguments: DataArguments) -> tuple[Table, str]:
-    """The raw splits that are there, and a line that says where they come from. Raises RequestError."""
+    """The raw splits given, and a line that says where they come from. Raises RequestError."""
     if arguments.dataset_name:
         wanted = SPLITS[1:] if arguments.streaming else SPLITS
         found = {name: open_hub(arguments.dataset_name, arguments.dataset_config_name, name) for name in wanted}
@@ -52,7 +52,7 @@ def load_tables(arguments: DataArguments) -> tuple[Table, str]:
         given = {name: file for name, file in files.items() if file and not (arguments.streaming and name == "train")}
         tables = {}
         for name, file in given.items():
-            # A test file of a single text column cannot show by itself that it has no header.
+            # A test file with a single text column cannot reveal that it has no header; the training file can.
             bare = "train" in tables and tables["train"].column_names[0] == "column_1"
             tables[name] = open_file(f"{name}_file", file, False, False if bare else None, arguments.encoding)
         source = ", ".join(Path(file).name for file in files.values() if file)
@@ -64,7 +64,7 @@ def load_tables(arguments: DataArguments) -> tuple[Table, str]:
 
 @dataclass(frozen=True)
 class CleanTables:
-    """Splits with the text columns and, where rows are labelled, `label` with ids or numbers."""
+    """Splits with the text columns and, if labeled, `label` with ids or numbers."""
 
     splits: Table
     columns: Columns
@@ -81,11 +81,10 @@ def clean_tables(
     known: tuple[Columns, Labels] | None = None,
     trained: Labels | None = None,
 ) -> CleanTables:
-    """Find columns and labels, refuse or skip bad rows, split and cut. Raises RequestError before anything heavy.
+    """Finds columns and labels, refuses or skips bad rows, splits and cuts. Raises RequestError before any heavy work.
 
-    `known` are the columns and labels of a training set that is not among the tables, because it is streamed;
-    `trained` are the labels of a trained model, which keep their ids, and serve alone where there is no training set.
-    """
+    `known` are the columns and labels of a streamed training set, which is not among the tables. `trained` are a
+    trained model's labels: they keep their ids, and define the classes if there is no training set."""
     tables, arguments = merge_label_columns(tables, arguments)
     known = known or (None if "train" in tables else _known_without_training(tables, arguments, trained))
     columns = known[0] if known else _columns_of(tables["train"], arguments)
@@ -124,14 +123,14 @@ def clean_tables(
 
 
 def _counted_labels(values: Any, task: Any, column: str, names: Any, trained: Any) -> tuple[Labels, list[str]]:
-    """Labels of which each row has one, and what there is to say of them."""
+    """The labels of single-label rows, and notes about them."""
     counts = Counter(map(countable, values))
     labels = find_labels(counts, task, names, "the training data", trained)
     return labels, [note_of_numbers(set(counts), labels, task), "" if names else note_of_joined(counts, column)]
 
 
 def _single_labels(tables: Table, label: str | None, arguments: DataArguments) -> dict[str, list[Any]]:
-    """The labels of each split that has one a row. Raises RequestError for any that is a list or an object."""
+    """The raw labels of each single-label split. Raises RequestError for a list or an object among them."""
     found = {
         split: table[label][:]
         for split, table in tables.items()
@@ -143,10 +142,10 @@ def _single_labels(tables: Table, label: str | None, arguments: DataArguments) -
 
 
 def _known_without_training(tables: Table, arguments: DataArguments, trained: Labels | None) -> tuple[Columns, Labels]:
-    """Columns and labels of a run that evaluates or predicts only. Raises RequestError without a model that knows."""
+    """Columns and labels if nothing is trained. Raises RequestError without a trained model that defines the labels."""
     if trained is None:
         raise RequestError(
-            "there is no training data to learn the labels from. Give --train_file, or to evaluate or predict only, "
+            "there is no training data to learn the labels from. Give --train_file. To evaluate or predict only, give "
             "--do_train False and --model_name_or_path with a model whose config.json names its labels."
         )
     split = "validation" if "validation" in tables else "test"
@@ -165,7 +164,7 @@ def _class_names(table: Dataset, label: str | None) -> list[str] | None:
 
 
 def _only_needed_columns(table: Dataset, columns: Columns, split: str) -> Dataset:
-    """Keep the columns that matter. A test split may lack the label; any other split must have them all."""
+    """Keeps the columns used. A test split may lack the label; other splits must have them all."""
     missing = [name for name in columns.text if name not in table.column_names]
     if columns.label not in table.column_names and split != "test":
         missing.append(str(columns.label))
@@ -177,7 +176,7 @@ def _only_needed_columns(table: Dataset, columns: Columns, split: str) -> Datase
     wanted = [*columns.text, *([columns.label] if columns.label in table.column_names else [])]
     table = table.select_columns(wanted)
     if split == "test":
-        table = table.add_column(ROW, list(range(len(table))))  # so that a prediction finds its row again
+        table = table.add_column(ROW, list(range(len(table))))  # links a prediction to its row
     if columns.label in wanted and isinstance(table.features[columns.label], ClassLabel):
         names = table.features[columns.label].names
         rows = [names_of_ids([v], names, f"{split} data, row {i + 1}") for i, v in enumerate(table[columns.label])]
@@ -189,8 +188,8 @@ def _only_needed_columns(table: Dataset, columns: Columns, split: str) -> Datase
 def _without_bad_rows(
     table: Dataset, columns: Columns, split: str, skip: bool, missing: Sequence[str] = ()
 ) -> tuple[Dataset, int]:
-    """Rows with empty text or label, which those of `missing` count as, are refused, or with `skip` left out. A test
-    split may be unlabelled altogether."""
+    """Refuses rows with empty text or label, or leaves them out with `skip`. Labels in `missing` count as empty. A test
+    split may have no labels at all."""
     bad: npt.NDArray[np.bool_] = np.zeros(len(table), dtype=bool)
     for name in table.column_names:
         none = missing if name == columns.label else ()
@@ -205,7 +204,7 @@ def _without_bad_rows(
         rows = ", ".join(str(i + 1) for i in np.flatnonzero(bad)[:5])
         raise RequestError(
             f"the {split} data has {count:,} of {len(table):,} rows with empty text or label (counted from 1, "
-            f"without a header: {rows}{', ...' if count > 5 else ''}). Fix them, or leave them out by "
+            f"without a header: {rows}{', ...' if count > 5 else ''}). Fix them, or leave them out with "
             f"--skip_bad_rows True.{said_missing(missing)}"
         )
     if count == len(table):
@@ -240,7 +239,7 @@ def _as_number(value: Any, split: str) -> float:
 
 
 def _split_off_validation(train: Dataset, labels: Labels, fraction: float, seed: int) -> tuple[Table, str]:
-    """A seeded split by class, or by a row's rarest label, and what there is to say of it."""
+    """A seeded split by class, or by a row's rarest label, and a note about it."""
     ids = np.asarray(train["label"])
     classes = len(labels.names)  # 0 for regression
     if labels.task == MULTI_LABEL:
@@ -253,9 +252,9 @@ def _split_off_validation(train: Dataset, labels: Labels, fraction: float, seed:
 def hold_out(
     ids: npt.NDArray[Any], classes: int, fraction: float, seed: int, mend: str
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], str]:
-    """Which rows stay in train and which are held out, both in their order, and what there is to say of it. `ids` are
-    the labels, of `classes` kinds; 0 for numbers. The share that is held out is `fraction`, of each class alike unless
-    there are too many of them; at least one row of each stays. Raises RequestError, ending with `mend`."""
+    """The sorted numbers of the rows kept in train and of those held out, and a note. `ids` are labels of `classes`
+    classes, or numbers if `classes` is 0. The held-out share is `fraction`, stratified by class unless there are too
+    many; at least one row of each class stays in train. Raises RequestError, ending with `mend`."""
     rows = np.arange(len(ids))
     size = max(1, round(fraction * len(ids)))
     ids = ids if classes else np.zeros(len(ids), dtype=np.int64)
@@ -267,23 +266,23 @@ def hold_out(
         )
     pool, strata = rows[np.isin(ids, found[counts > 1])], int(np.sum(counts > 1))
     if strata <= size <= len(pool) - strata:
-        from sklearn.model_selection import train_test_split  # on the one rank that prepares, where nothing is cached
+        from sklearn.model_selection import train_test_split  # imported only by the rank that prepares
 
         by = ids[pool] if classes else None
         _, held_out = train_test_split(pool, test_size=size, random_state=seed, stratify=by)
         return np.setdiff1d(rows, held_out), np.sort(held_out), ""
     order = np.random.default_rng(seed).permutation(rows)
     kept = order[np.unique(ids[order], return_index=True)[1]]  # one of each class
-    held_out = np.setdiff1d(order, kept, assume_unique=True)[:size]  # in their seeded order
+    held_out = np.setdiff1d(order, kept, assume_unique=True)[:size]  # in seeded order
     note = (
-        f"{len(held_out):,} of {len(ids):,} rows held out, whatever their label: a share of {fraction:g} leaves one "
+        f"{len(held_out):,} of {len(ids):,} rows held out at random, not by label: a share of {fraction:g} leaves one "
         f"side without some of the {len(found):,} labels"
     )
     return np.setdiff1d(rows, held_out), np.sort(held_out), note
 
 
 def as_many_as_asked(tables: Table, cut: PreparationArguments, seed: int) -> Table:
-    """The rows of each split that its --max_*_samples keeps. Raises RequestError where that is none."""
+    """Limits each split to its --max_*_samples. Raises RequestError if no row is left."""
     limits = zip(SPLITS, (cut.max_train_samples, cut.max_eval_samples, cut.max_predict_samples), strict=True)
     asked = {split: most for split, most in limits if split in tables and most is not None}
     kept = {name: at_most(len(tables[name]), most, None if name == "test" else seed) for name, most in asked.items()}
@@ -291,8 +290,8 @@ def as_many_as_asked(tables: Table, cut: PreparationArguments, seed: int) -> Tab
 
 
 def at_most(rows: int, most: int, seed: int | None) -> npt.NDArray[np.int64]:
-    """Which of the rows are kept, in their order. A seeded choice, for the first rows of a sorted file may hold one
-    class; without a seed, the first rows. Raises RequestError where that is none."""
+    """The sorted numbers of the rows to keep: a seeded sample, because the first rows of a sorted file may hold one
+    class; without a seed, the first rows. Raises RequestError if none would be left."""
     if most < 1:
         raise RequestError(f"a maximum of {most} samples leaves nothing. Give 1 or more, or leave the flag out.")
     if seed is None or most >= rows:

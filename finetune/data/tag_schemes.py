@@ -1,7 +1,7 @@
-"""Tags of words as CoNLL text has them, in whichever scheme, made BIO, which `pipeline` groups into entities.
+"""Converts word tags of CoNLL text from any common scheme to BIO, which `pipeline` groups into entities.
 
-B- begins an entity and I- goes on with it; L- or E- ends one, U- or S- is one of a single word. In IOB1 an entity
-begins with I-, and with B- only right after another of its type.
+B- begins an entity and I- continues it; L- or E- ends one, U- or S- is a single-word entity. In IOB1 an entity begins
+with I-, and with B- only directly after another entity of its type.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from finetune.errors import RequestError
 from finetune.run.flag import NUMBER
 
 PARSED = (".json", ".jsonl", ".parquet", ".csv")  # every other file is CoNLL text
-OUTSIDE = "O"  # the tag of no entity
+OUTSIDE = "O"  # the tag of words outside entities
 COMMENT = re.compile(r"#\s*\S+\s*=|#\s*(begin|end)\s+document|#\s*new(doc|par)\b")
 PREFIXES = {"B": "B", "I": "I", "M": "I", "L": "L", "E": "L", "U": "U", "S": "U", "W": "U"}
-# B_PER, b-per and B:PER; PER-B. Between the two stand these, or another dash.
+# B_PER, b-per and B:PER; PER-B. The separator is one of these, or another dash.
 MARK = "[-_/:|.\u2010-\u2015\u2212]"
 SPELLINGS = (re.compile(rf"(?P<prefix>\w){MARK}(?P<kind>.+)"), re.compile(rf"(?P<kind>.+){MARK}(?P<prefix>\w)"))
-UNTYPED = "entity"  # the type of B and I alone
-MARKS = ",;|"  # between the columns of other tables
+UNTYPED = "entity"  # the type if tags are just B and I
+MARKS = ",;|"  # column separators of other table formats
 SHOWN = 5
 
 
 def read_conll(path: Path, said: str = "") -> Iterator[tuple[list[str], list[str] | None, int]]:
-    """Words and tags of each sentence, and its first line: the first column and the last, which tabs or blanks part. A
-    blank line ends a sentence, and so does -DOCSTART-; comments before one are passed over. A file of one column has
-    words alone. `said` names it in errors (RequestError)."""
+    """Yields each sentence's words and tags, and its first line number. Words are the first column and tags the last;
+    tabs or spaces separate columns. A blank line or -DOCSTART- ends a sentence; comments before a sentence are skipped.
+    A one-column file has only words. `said` names the file in errors (RequestError)."""
     words: list[str] = []
     tags: list[str] = []
     width = 0
@@ -48,8 +48,8 @@ def read_conll(path: Path, said: str = "") -> Iterator[tuple[list[str], list[str
             width = width or len(cells)
             if len(cells) != width:
                 raise RequestError(
-                    f"{said or path}: line {number} has {len(cells)} columns, and the lines before it have {width}: a "
-                    "word, its tag, and the same columns between them on every line. Fix it."
+                    f"{said or path}: line {number} has {len(cells)} columns, but the lines before it have {width}. "
+                    "Every line needs a word, its tag, and the same number of columns between them. Fix it."
                 )
             words.append(cells[0])
             tags.append(cells[-1].strip())
@@ -58,7 +58,7 @@ def read_conll(path: Path, said: str = "") -> Iterator[tuple[list[str], list[str
 
 
 def _is_comment(line: str, cells: Sequence[str], width: int) -> bool:
-    """`# sent_id = 1`, `#begin document (x); part 0`, or another line with # that is not a word with its tag."""
+    """Whether it is `# sent_id = 1`, `#begin document (x); part 0`, or another # line that is not a tagged word."""
     if not line.startswith("#") or cells[-1] == OUTSIDE or _has_prefix(cells[-1]):
         return False
     return len(cells) != (width or 2) or COMMENT.match(line) is not None
@@ -70,31 +70,31 @@ def _has_prefix(tag: str) -> bool:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How tags say where an entity begins. `name` is for people."""
+    """How tags mark where an entity begins. `name` is for messages."""
 
     name: str
     has_prefixes: bool
-    merges: bool = True  # of plain types: words of one type in a row are one entity
+    merges: bool = True  # for plain types: adjacent words of one type form one entity
 
 
 def refuse_untagged(words: Sequence[str], said: str) -> None:
-    """Of a file of one column, by some of its lines. Raises RequestError."""
+    """Raises RequestError for a one-column file; guesses the cause from some of its lines."""
     mark = next((mark for mark in MARKS if all(mark in word for word in words)), None)
     found = f"columns are separated by {mark!r}" if mark else "each line is one word without a tag"
-    raise RequestError(f"{said}: {found}. Give a word and its tag on each line, with a tab or blanks between.")
+    raise RequestError(f"{said}: {found}. Give a word and its tag on each line, separated by a tab or spaces.")
 
 
 def not_named(said: str, column: str, what: str, such_as: str) -> RequestError:
-    """Of a column that has no names of tags."""
+    """The error for a column that does not hold tag names."""
     return RequestError(
-        f"{said}: {column!r} holds no {what}{such_as}. Give their names, such as B-person and O, or ids of a data set "
+        f"{said}: {column!r} holds no {what}{such_as}. Give tag names, such as B-person and O, or ids of a data set "
         "that names them."
     )
 
 
 def spelt_alike(rows: Sequence[Sequence[str] | None], said: str) -> tuple[list[list[str]], str]:
-    """The tags with their prefixes as in B-PER, where all have such, however spelt; and what there is to say of it.
-    Raises RequestError where some have, and others have none; `said` names where they are from."""
+    """Normalizes prefixed tags, however spelled, to the form B-PER; also returns a note on what changed. Raises
+    RequestError if only some tags have a prefix; `said` names their source."""
     tags = {tag for row in rows for tag in row or ()}
     inside = {tag for tag in tags if tag.upper() != OUTSIDE}
     alone = {tag: f"{tag.upper()}-{UNTYPED}" for tag in inside if tag.upper() in PREFIXES}
@@ -121,42 +121,42 @@ def _by_prefix(tags: Iterable[str], spelling: re.Pattern[str]) -> dict[str, str]
 
 def _mixed(bare: Iterable[str], said: str) -> RequestError:
     return RequestError(
-        f"{said}: some tags begin with B-, I- or their like, and others do not: {', '.join(sorted(bare)[:SHOWN])}. "
-        "Give each a prefix, or none; a word that is no entity has O."
+        f"{said}: some tags begin with B-, I- or a similar prefix, others do not: {', '.join(sorted(bare)[:SHOWN])}. "
+        "Give every tag a prefix, or none; tag words outside entities O."
     )
 
 
 def find_scheme(rows: Sequence[Sequence[str] | None], said: str) -> tuple[Scheme, str]:
-    """The scheme of all tags together, and what there is to say of it: nothing for whole BIO. Raises RequestError for
-    numbers, and for tags of which some have a prefix and some have none; `said` names where they are from."""
+    """The scheme of all tags together, and a note about it, empty for valid BIO. Raises RequestError for numbers, and
+    if only some tags have a prefix; `said` names their source."""
     kinds = Counter(tag for row in rows for tag in row or () if tag != OUTSIDE)
     if numbers := [tag for tag in kinds if NUMBER.fullmatch(tag)]:
         raise RequestError(
-            f"{said}: tags are numbers ({', '.join(sorted(numbers)[:SHOWN])}), which do not say what is no entity. "
-            "Write their names, such as B-person and O, or give ids of a data set that names them."
+            f"{said}: tags are numbers ({', '.join(sorted(numbers)[:SHOWN])}), which do not say which words are "
+            "outside entities. Write tag names, such as B-person and O, or give ids of a data set that names them."
         )
     bare = [tag for tag in kinds if not _has_prefix(tag)]
     if bare and len(bare) < len(kinds):
         raise _mixed(bare, said)
     if bare:
         merges = any(OUTSIDE in (row or ()) for row in rows)
-        how = "words of one type in a row are one entity" if merges else "every word is an entity of its own"
+        how = "adjacent words of one type are one entity" if merges else "every word is a separate entity"
         return Scheme("plain", False, merges), f"plain tags: {how}"
     prefixes = {PREFIXES[tag[0]] for tag in kinds}
     if prefixes & {"L", "U"}:
         name = "BIOES" if any(tag[0] in "ES" for tag in kinds) else "BILOU"
         broken = _broken(rows)
-        said = f"; {broken:,} tags go on with an entity that did not begin, and begin one now" if broken else ""
+        said = f"; {broken:,} tags continue an entity that did not begin, and now begin one" if broken else ""
         return Scheme(name, True), f"{name} tags, read as BIO{said}"
     broken = _broken(rows)
     if broken and _is_iob1(rows):
         return Scheme("IOB1", True), "IOB1 tags, read as BIO"
-    said = f"{broken:,} tags I- go on with an entity that did not begin, and begin one now" if broken else ""
+    said = f"{broken:,} tags I- continue an entity that did not begin, and now begin one" if broken else ""
     return Scheme("BIO", True), said
 
 
 def _broken(rows: Sequence[Sequence[str] | None]) -> int:
-    """How many tags go on with an entity of which there is none."""
+    """How many tags continue an entity that is not open."""
     return sum(
         1
         for row in rows
@@ -166,14 +166,14 @@ def _broken(rows: Sequence[Sequence[str] | None]) -> int:
 
 
 def _is_iob1(rows: Sequence[Sequence[str] | None]) -> bool:
-    """Whether every B- parts two neighbours of one type, as it does nowhere else in IOB1."""
+    """Whether every B- separates adjacent entities of one type, its only use in IOB1."""
     return all(
         i > 0 and row[i - 1][2:] == tag[2:] for row in rows if row for i, tag in enumerate(row) if tag.startswith("B-")
     )
 
 
 def to_bio(tags: Sequence[str], scheme: Scheme) -> list[str]:
-    """A sentence's tags as BIO. What goes on with an entity that is not open begins one."""
+    """A sentence's tags as BIO. A tag that continues an entity that is not open begins a new one."""
     made = []
     open_type = None
     for tag in tags:

@@ -1,7 +1,7 @@
-"""Sentences whose words carry tags: CoNLL text, or tables with `tokens` and `tags`; and where their first tokens lie.
+"""Sentences with tagged words, from CoNLL text or tables with `tokens` and `tags`, and alignment of tags with tokens.
 
-Whatever scheme the tags follow (IOB1, BIO, BILOU or BIOES, or plain types), they are made BIO, which `pipeline` groups
-into entities.
+Tags in any scheme (IOB1, BIO, BILOU or BIOES, or plain types) are converted to BIO, which `pipeline` groups into
+entities.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from finetune.errors import RequestError, plain
 from finetune.run.flags.text import PreparationArguments, TokenDataArguments
 from finetune.safe_read.files import open_plain
 
-WORDS = "words"  # the words of a test row, which its prediction names
+WORDS = "words"  # the words of a test row, for its prediction
 SHOWN, SHOWN_CHARACTERS = 5, 40
 
 
 def load_sentences(arguments: TokenDataArguments) -> tuple[Table, str]:
-    """The raw splits that are there, and a line that says where they come from. Raises RequestError."""
+    """The raw splits given, and a line that says where they come from. Raises RequestError."""
     given = open_splits(arguments, lambda split, name: _open(split, name, arguments.encoding))
     if given:
         return given
@@ -65,13 +65,13 @@ def _open(split: str, name: str, encoding: str | None) -> Dataset:
 
 
 def _places(table: Dataset, rows: Sequence[int], arguments: TokenDataArguments, split: str) -> str:
-    """Where some rows are in their file, as an error says it."""
+    """Where some rows are in their file, for an error message."""
     name = getattr(arguments, f"{split}_file") or ""
     lines: list[int] = table[LINE][:] if LINE in table.column_names else []
     if name.lower().endswith((".json", ".jsonl")):
         with as_utf8(f"{split}_file", name, arguments.encoding).open(encoding=UTF8, errors="replace") as file:
             lines = [number for number, line in enumerate(file, 1) if line.strip()]
-    if len(lines) == len(table):  # which a list of objects has not
+    if len(lines) == len(table):  # not so for a JSON list of objects
         return f"line {', '.join(str(lines[i]) for i in rows)}"
     return f"counted from 1: {', '.join(str(i + 1) for i in rows)}"
 
@@ -84,10 +84,10 @@ def clean_sentences(
     known: Any = None,
     trained: Labels | None = None,
 ) -> CleanTables:
-    """Columns `tokens` and, where a split is labelled, `label` with the ids of BIO tags. Raises RequestError."""
+    """Columns `tokens` and, if labeled, `label` with the ids of BIO tags. Raises RequestError."""
     if "train" not in tables and trained is None:
         raise RequestError(
-            "there is no training data to learn the tags from. Give --train_file, or to evaluate or predict only, "
+            "there is no training data to learn the tags from. Give --train_file. To evaluate or predict only, give "
             "--do_train False and --model_name_or_path with a trained model."
         )
     first = "train" if "train" in tables else next(iter(tables))
@@ -113,7 +113,7 @@ def clean_sentences(
     if "validation" not in cleaned and "train" in cleaned:
         said = said_split(arguments, "train")
         if len(tables["train"]) == 1 and LINE in tables["train"].column_names:
-            said += ": has no blank line between words, and so is a single sentence (a blank line ends one)"
+            said += ": is a single sentence, because no blank line ends one"
         sentences = [tuple(words) for words in cleaned["train"]["tokens"][:]]
         cleaned |= hold_out_by(cleaned["train"], sentences, cut.validation_fraction, seed, said, "sentences")
     elif "train" in cleaned:
@@ -125,22 +125,22 @@ def clean_sentences(
 def _without_bad_rows(
     table: Dataset, columns: Columns, split: str, arguments: TokenDataArguments, skip: bool
 ) -> tuple[Dataset, int]:
-    """Columns `tokens`, and `tags` as names where there are any. A row without words, with another number of tags, or
-    with an empty one is refused or left out."""
+    """Columns `tokens` and, if labeled, `tags` as names. A row without words, with an empty word or tag, or with a
+    different number of tags is refused or left out."""
     said = said_split(arguments, split)
     for column in filter(None, (columns.text[0], columns.label)):
         table = lists_of_text(table, column, said)
     words = table[columns.text[0]][:]
     if not _holds_texts(table, columns.text[0]):
         raise RequestError(
-            f"{said}: {columns.text[0]!r} holds no lists of words{_such_as(words)}. Give a list a row, or CoNLL text: "
-            "a word and its tag a line. Whole texts are for recipes/seq_cls.py."
+            f"{said}: {columns.text[0]!r} holds no lists of words{_such_as(words)}. Give one list per row, or CoNLL "
+            "text: a word and its tag per line. Whole texts are for recipes/seq_cls.py."
         )
     tags = _named(table, str(columns.label), split, said) if columns.label in table.column_names else None
     if split == "test" and tags is not None and not any(tags):
         tags = None
     if tags is None and split != "test":
-        raise RequestError(f"{said}: has no column {columns.label!r}. Give the tags of its words.")
+        raise RequestError(f"{said}: has no column {columns.label!r}. Give a tag for each word.")
     good = [
         i for i, row in enumerate(words)
         if row and all(word and word.strip() for word in row)
@@ -151,8 +151,8 @@ def _without_bad_rows(
         rows = sorted(set(range(len(words))) - set(good))[:SHOWN]
         raise RequestError(
             f"{said}: has {bad:,} of {len(words):,} sentences without words, with an empty word or tag, or with "
-            f"another number of tags than words ({_places(table, rows, arguments, split)}). Fix them, or leave them "
-            "out by --skip_bad_rows True."
+            f"a different number of tags ({_places(table, rows, arguments, split)}). Fix them, or leave them "
+            "out with --skip_bad_rows True."
         )
     if not good:
         raise RequestError(f"{said}: has no sentence with a tag for each word. Check the column names.")
@@ -167,7 +167,7 @@ def _without_bad_rows(
 
 
 def _holds_texts(table: Dataset, column: str) -> bool:
-    """Whether it holds lists of texts, or of nothing."""
+    """Whether the column holds lists of texts, or only empty lists."""
     inside = getattr(table.features[column], "feature", None)
     return isinstance(inside, Value) and ("string" in inside.dtype or inside.dtype == "null")
 
@@ -212,9 +212,9 @@ def _ids(rows: Sequence[Sequence[str]], labels: Labels, said: str) -> list[list[
 def word_encoder(
     tokenizer: Any, columns: Columns, max_length: int
 ) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
-    """Words to token ids, by the text that they make with blanks between them: so the tokenizer meets them as it will
-    in `pipeline`, whether blanks belong to its tokens or not. A word's label is that of its first token; a test row
-    has in `first` where that is, -1 for a word that was cut off or has no token."""
+    """Tokenizes words joined by spaces, as the tokenizer sees them in `pipeline`, whether or not spaces belong to its
+    tokens. A word's label goes to its first token. For test rows `first` gives that token's position, or -1 for a word
+    that was cut off or has no token."""
 
     def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         texts = [" ".join(words) for words in rows["tokens"]]
@@ -238,7 +238,7 @@ def word_encoder(
 
 
 def _first_tokens(words: Sequence[str], text: str, spans: Sequence[tuple[int, int]]) -> list[int]:
-    """For each word the first of the tokens (characters from, to) that begin in it, but for blanks; -1 for none."""
+    """For each word its first token, by the tokens' character spans without leading spaces; -1 if it has none."""
     word_at = [i for i, word in enumerate(words) for _ in range(len(word) + 1)]
     first = [-1] * len(words)
     for place, (start, end) in enumerate(spans):
@@ -258,7 +258,7 @@ def _labels_of_tokens(ids: Sequence[int], first: Sequence[int], length: int) -> 
 
 
 def _tag_counts(tables: Table, labels: Labels) -> dict[str, int]:
-    """How many training words have each tag."""
+    """The number of training words with each tag."""
     counts = Counter(i for row in (tables["train"]["labels"][:] if "train" in tables else ()) for i in row)
     return {name: counts[i] for i, name in enumerate(labels.names) if counts[i]}
 
@@ -271,5 +271,5 @@ SENTENCES = Kind(
     texts=lambda clean: (" ".join(words) for words in clean.splits["train"]["tokens"]),
     count=_tag_counts,
     kept=(ROW, WORDS),
-    train=partial(train_wordpiece, lowercase=False),  # a capital letter tells a name
+    train=partial(train_wordpiece, lowercase=False),  # capital letters mark names
 )

@@ -1,7 +1,7 @@
-"""Language modelling on a stream: documents are read, tokenized and packed on the way to the model, and never kept.
+"""Language modeling on a stream: documents are read, tokenized and packed on the fly, and never stored.
 
-Every rank reads and tokenizes the whole stream and takes its own rows of each step, so that a step holds the same
-blocks at any number of ranks. `--dataloader_num_workers 1` does that beside the training.
+Every rank reads and tokenizes the whole stream and takes its own rows of each step, so a step holds the same blocks at
+any number of ranks. `--dataloader_num_workers 1` does this in parallel to the training.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ from finetune.data.encoding import BATCH_ROWS, Encoder
 from finetune.data.packing import Blocks, PackedDataset, Tokens
 from finetune.errors import RunError
 
-WINDOW_TOKENS = 1 << 20  # so many tokens, at least, are packed and shuffled together
+WINDOW_TOKENS = 1 << 20  # at least this many tokens are packed and shuffled together
 SHUFFLE_BUFFER_DOCUMENTS = 10_000
 
 
 class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
-    """Blocks as `PackedDataset` gives them, from `documents`, a `datasets.IterableDataset` of rows for `encoder`,
-    read from `files`.
+    """Blocks like those of `PackedDataset`, from `documents`, a `datasets.IterableDataset` of rows for `encoder`, read
+    from `files`.
 
-    `cut` makes blocks of a window of documents, given where they start and end. With `carries` the end of a window that
-    fills no block begins the next one, as wrapped text wants it; otherwise a document that is cut by the window's end
-    goes on as one of its own. Documents are shuffled in a buffer and blocks in their window, in an order that the seed
-    and the epoch decide. It never ends, but goes on with the next epoch: a Trainer that is resumed skips steps of what
-    it takes for one epoch, and finds its place only so (transformers 5.23, Trainer._run_epoch).
-    """
+    `cut` makes blocks of a window of documents, given their borders. With `carries`, the end of a window that does not
+    fill a block starts the next window, as wrapped text needs; otherwise a document cut by the window's end continues
+    as a separate document. Seed and epoch determine the order: documents are shuffled in a buffer, blocks in their
+    window. The stream never ends, but continues with the next epoch: a resumed Trainer skips the steps of what it takes
+    to be one epoch, and finds its place only that way (transformers 5.23, Trainer._run_epoch)."""
 
     def __init__(
         self,
@@ -45,7 +44,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         seed: int,
         files: UnchangedFiles,
     ) -> None:
-        is_one_text = ENDS in next(iter(documents), {})  # whose pieces must stay in order
+        is_one_text = ENDS in next(iter(documents), {})  # its pieces must stay in order
         self.documents = documents if is_one_text else documents.shuffle(seed, buffer_size=SHUFFLE_BUFFER_DOCUMENTS)
         self.encoder, self.cut, self.carries, self.mask, self.seed = encoder, cut, carries, mask, seed
         self.files = files
@@ -60,7 +59,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
                 raise RunError("the stream has less text than one block. Give more, or a smaller --block_size.")
 
     def blocks(self, epoch: int) -> Iterator[dict[str, torch.Tensor]]:
-        """What one epoch gives."""
+        """The blocks of one epoch."""
         self.documents.set_epoch(epoch)
         random = np.random.default_rng((self.seed, epoch))
         for window in self._windows():
@@ -83,7 +82,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             if size >= WINDOW_TOKENS:
                 window = self._window(ids, starts, learnt)
                 yield window
-                # The next window begins with the last token that was predicted: it is an input there.
+                # The next window begins with the last token that was predicted: there it is an input.
                 rest = int(window.lengths.sum()) if self.carries else size
                 ids = [window.tokens.ids[rest:]]
                 learnt = [] if window.tokens.learnt is None else [window.tokens.learnt[rest:]]

@@ -1,4 +1,4 @@
-"""The tokenizer of a model, or one trained on the text at hand when there is no model."""
+"""A model's tokenizer, or one trained on the data when there is no model."""
 
 from __future__ import annotations
 
@@ -20,61 +20,61 @@ SPECIAL = {
 }
 
 
-PREFIX = "##"  # before a piece that goes on with a word
-ALPHABET_CHARACTERS = 1_000  # the commonest; a rarer character makes its word unknown
+PREFIX = "##"  # marks a piece that continues a word
+ALPHABET_CHARACTERS = 1_000  # the most common; a word with a rarer character becomes unknown
 
 
 def identity(tokenizer: Any) -> list[Any]:
-    """All of a tokenizer that shows in what it makes: one tokenizer.json serves classes of different inputs."""
+    """Everything about a tokenizer that affects its output. The class counts too: tokenizer.json does not settle it."""
     kind = [type(tokenizer).__name__, tokenizer.model_input_names, tokenizer.padding_side, tokenizer.truncation_side]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return [*kind, tokenizer.special_tokens_map, sorted(tokenizer.get_vocab().items())]
     made_of = json.loads(backend.to_str())
-    of_calls = ("truncation", "padding")  # as the last call has left them
+    of_calls = ("truncation", "padding")  # state left by the last call
     return [*kind, tokenizer.special_tokens_map, {k: v for k, v in made_of.items() if k not in of_calls}]
 
 
 def beginning_of(tokenizer: Any) -> list[int]:
-    """What a tokenizer puts in front of every text: BOS for Llama's and Gemma's, nothing for Qwen's and GPT-2's, though
-    they may have a BOS. What it puts behind a text is left out."""
+    """The tokens that a tokenizer puts before every text: BOS for Llama and Gemma, nothing for Qwen and GPT-2, even if
+    they define a BOS. Tokens it adds after the text do not count."""
     plain, whole = (tokenizer("a", add_special_tokens=adds, verbose=False)["input_ids"] for adds in (False, True))
-    if not plain:  # it has no such letter
+    if not plain:  # it has no token for this letter
         return [tokenizer.bos_token_id] if whole[:1] == [tokenizer.bos_token_id] else []
     places = range(len(whole) - len(plain) + 1)
     return next((list(whole[:i]) for i in places if whole[i : i + len(plain)] == plain), [])
 
 
 def has_languages(tokenizer: Any) -> bool:
-    """Whether it is of many languages, as mBART's, M2M100's and NLLB's are."""
+    """Whether the tokenizer is multilingual with language codes, as for mBART, M2M100 and NLLB."""
     return hasattr(tokenizer, "set_tgt_lang_special_tokens")
 
 
 def begun(ids: list[int], beginning: list[int]) -> list[int]:
-    """The tokens of a text behind its `beginning`, unless the text itself begins so."""
+    """Puts `beginning` before a text's tokens, unless they already start with it."""
     return ids if ids[: len(beginning)] == beginning else [*beginning, *ids]
 
 
 def identity_for_texts(tokenizer: Any) -> list[Any]:
-    """All of it that shows in the tokens of documents, prompts and conversations."""
+    """Everything about a tokenizer that affects the tokens of documents, prompts and conversations."""
     beginning = beginning_of(tokenizer)
     return [*identity(tokenizer), tokenizer.chat_template, *([beginning] if beginning else [])]
 
 
 def made_by(folder: Path, tokenizer: Any) -> bool:
-    """Whether the data prepared in `folder`, with a tokenizer trained on them, are as this one makes them."""
+    """Whether the data in `folder` was prepared with a tokenizer, trained there, that is identical to this one."""
     trained = folder / "tokenizer"
     return trained.is_dir() and identity(AutoTokenizer.from_pretrained(str(trained))) == identity(tokenizer)
 
 
 def rows_of(tokenizer: Any) -> int:
-    """Of the embeddings that it needs: ids may have gaps, and then there are fewer tokens than the highest id says."""
+    """The number of embedding rows it needs. Ids may have gaps, so the highest id can exceed the number of tokens."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values(), default=-1) + 1)
 
 
 def letters_of(tokenizer: Any) -> frozenset[str] | None:
-    """The characters that a character tokenizer knows; None for a tokenizer of another kind, which knows them all or
-    has a token for the unknown."""
+    """The characters that a character tokenizer knows. None for any other tokenizer: it covers all characters or has an
+    unknown token."""
     special = set(tokenizer.all_special_tokens)
     letters = frozenset(token for token in tokenizer.get_vocab() if token not in special)
     one_each = bool(letters) and all(len(letter) == 1 for letter in letters)
@@ -83,7 +83,7 @@ def letters_of(tokenizer: Any) -> frozenset[str] | None:
 
 
 def train_wordpiece(texts: Iterable[str], vocab_size: int, max_length: int, lowercase: bool = True) -> Any:
-    """A WordPiece tokenizer as BERT's, lower-casing unless told, with a vocabulary of at most `vocab_size`.
+    """A BERT-style WordPiece tokenizer, lower-casing by default, with a vocabulary of at most `vocab_size`.
 
     The same texts give the same vocabulary. `max_length` is in tokens, [CLS] and [SEP] included.
     """
@@ -113,9 +113,9 @@ def _tokenizer(vocabulary: dict[str, int] | None, lowercase: bool) -> Tokenizer:
 
 
 def _train_vocabulary(texts: list[str], vocab_size: int, lowercase: bool) -> dict[str, int]:
-    """The trainer numbers the pieces "##a", "##b", ... as a hash map yields words, and settles ties between merges by
-    these numbers, so that two runs differ (tokenizers 0.23, models/bpe/trainer.rs, tokenize_words). Naming
-    them beforehand, as if they were special, numbers them in order. The vocabulary alone is kept.
+    """The trainer numbers the pieces "##a", "##b", ... in hash map order and breaks ties between merges by these
+    numbers, so two runs differ (tokenizers 0.23, models/bpe/trainer.rs, tokenize_words). Passing the pieces as special
+    tokens numbers them in a fixed order. Only the vocabulary is kept.
     """
     tokenizer = _tokenizer(None, lowercase)
     counts: Counter[str] = Counter()
@@ -140,10 +140,10 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def train_text_tokenizer(kind: str, texts: Iterable[str], vocab_size: int, max_length: int, with_end: bool) -> Any:
-    """A tokenizer for language modelling that gives every text back as it was.
+    """A lossless tokenizer for language modeling.
 
-    "char": the characters of `texts`, in order, a token each. "byte": the 256 bytes. "bpe": a byte-level BPE as
-    GPT-2's, trained to `vocab_size`. With `with_end` there is a token for the end of a document.
+    "char": one token per character of `texts`, in sorted order. "byte": the 256 bytes. "bpe": a byte-level BPE like
+    GPT-2's, trained to `vocab_size`. `with_end` adds an end-of-document token.
     """
     if kind == "bpe":
         tokenizer = Tokenizer(models.BPE())
@@ -179,9 +179,9 @@ def _characters_of(texts: Iterable[str]) -> set[str]:
 
 
 def cut_to(tokenizer: Any, most: int, **texts: list[str]) -> tuple[list[list[int]], list[bool]]:
-    """Ids of `text`, or of `text_target`, at most so many with what the tokenizer puts around them; and which were
+    """Token ids of `text` or `text_target`, truncated to `most` tokens including special tokens, and which texts were
     cut."""
-    # One token more than is kept tells a text that was cut from one that just fits.
+    # One extra token distinguishes a text that was cut from one that just fits.
     ids = tokenizer(**texts, truncation=True, max_length=most + 1, return_attention_mask=False)["input_ids"]
     was_cut = [len(one) > most for one in ids]
     if any(was_cut):

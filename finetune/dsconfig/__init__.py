@@ -1,1 +1,1 @@
-"""DeepSpeed configs as files: read strictly, checked against a run, made ready for the Trainer. Never imports torch."""
+"""DeepSpeed config files: parsed strictly, checked against a run, and prepared for the Trainer. Never imports torch."""

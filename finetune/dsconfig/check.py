@@ -1,4 +1,4 @@
-"""A config file against a run: every finding at once, each with its line and column, and the mended text."""
+"""Checks a config file against a run: all findings at once, each with its line and column, and the fixed text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from finetune.dsconfig.shape import shape_findings
 from finetune.privacy import hidden
 from finetune.safe_read import read_bounded
 
-MAX_BYTES = 100_000  # a DeepSpeed config is a few kilobytes; anything near this is some other file
+MAX_BYTES = 100_000  # a DeepSpeed config has a few kilobytes; a larger file is something else
 SLIP_CODES = {
     "comment": "DS002",
     "trailing comma": "DS003",
@@ -33,7 +33,7 @@ SLIP_CODES = {
 
 @dataclass(frozen=True)
 class Placed:
-    """A finding with its place in the file. Line and column count from 1. `mendable`: `mended` takes it away."""
+    """A finding with its place in the file. Lines and columns count from 1. `mendable`: `mended` fixes it."""
 
     line: int
     column: int
@@ -50,7 +50,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class CheckedText:
-    """What is wrong with one text. `value` is what the text means, None where that cannot be told."""
+    """The findings about one text. `value` is the parsed config, None if it cannot be parsed."""
 
     value: object
     found: tuple[Placed, ...]
@@ -61,12 +61,12 @@ class CheckedText:
 
 
 def read(path: Path) -> str:
-    """The file's text. Raises RequestError where it is none, or far too long for a config."""
+    """The file's text. Raises RequestError if it is not text, or far too long for a config."""
     return read_bounded(path, MAX_BYTES, keep_mark=True)
 
 
 def check(text: str, run: Context, disabled: Collection[str] = ()) -> CheckedText:
-    """Every finding about `text` in the order of its lines, less those whose code is in `disabled`."""
+    """All findings about `text` in line order, except those whose code is in `disabled`."""
     if (is_template := template(text)) and is_template.code not in disabled:
         return CheckedText(None, (Placed(1, 1, is_template, False),))
     try:
@@ -91,7 +91,7 @@ def check(text: str, run: Context, disabled: Collection[str] = ()) -> CheckedTex
     about = [*shape_findings(document.value, run.version("deepspeed"), alone=run.engine == "deepspeed")]
     wrong = {
         finding.path for finding in about if finding.severity == "error"
-    }  # of which the rules know no more, but that it is a secret
+    }  # the rules add nothing about these, except secrets
     config = Config(document.value)
     ruled = [finding for rule in rules_for(config) for finding in rule(config, run)]
     about += [finding for finding in ruled if finding.path not in wrong or finding.code == "DS904"]
@@ -101,12 +101,12 @@ def check(text: str, run: Context, disabled: Collection[str] = ()) -> CheckedTex
 
 
 def mended(text: str, run: Context, disabled: Collection[str] = ()) -> str:
-    """The text with everything mended that has one fix, one finding after another; nothing else is touched."""
+    """The text with every finding fixed that has exactly one fix; nothing else is changed."""
     return list(mendings(text, run, disabled))[-1]
 
 
 def mendings(text: str, run: Context, disabled: Collection[str] = ()) -> Iterator[str]:
-    """The text as it is, and after each mend."""
+    """The original text, and the text after each fix."""
     seen = set()
     new: str | None = text
     while new is not None:
@@ -125,11 +125,11 @@ def _can_be_read(text: str) -> bool:
 
 
 def difference(before: str, after: str, name: str) -> str:
-    """A unified diff, in which secrets are hidden."""
+    """A unified diff with secrets hidden."""
     import difflib
 
     lines = difflib.unified_diff(
-        before.splitlines(keepends=True), after.splitlines(keepends=True), f"{name} (as it is)", f"{name} (fixed)"
+        before.splitlines(keepends=True), after.splitlines(keepends=True), f"{name} (original)", f"{name} (fixed)"
     )
     return hidden("".join(line if line.endswith("\n") else f"{line}\n" for line in lines))
 
@@ -140,15 +140,17 @@ def _next_texts(text: str, run: Context, disabled: Collection[str]) -> list[str]
     except NotJsonError:
         return []
     texts = [_at_once(text, [slip.mend for slip in slips if slip.mend])]
-    if texts == [text] and not any(slip.kind == "duplicate key" for slip in slips):  # else it is open which one counts
+    if texts == [text] and not any(
+        slip.kind == "duplicate key" for slip in slips
+    ):  # else it is unknown which one counts
         findings = [placed.finding for placed in check(text, run, disabled).found if placed.finding.mends]
-        # By code: first the keys get their names (DS1xx), then it can be told what is missing or too much.
+        # By code: only after keys have their right names (DS1xx) is it known what is missing or superfluous.
         texts = [_applied(text, finding.mends) for finding in sorted(findings, key=lambda finding: finding.code)]
     return texts
 
 
 def _at_once(text: str, edits: list[Edit]) -> str:
-    """From the end on, so that no edit moves another's place; one that overlaps the last waits for the next round."""
+    """Apply edits from the end, so that none moves another's place; overlapping ones wait for the next round."""
     last = len(text) + 1
     for edit in sorted(edits, key=lambda edit: (edit.start, edit.end), reverse=True):
         if edit.end <= last:
@@ -157,7 +159,7 @@ def _at_once(text: str, edits: list[Edit]) -> str:
 
 
 def _applied(text: str, mends: tuple[Mend, ...]) -> str:
-    """A chain of mends is one: where one of them finds no place, the text stays as it is."""
+    """Apply all fixes of a finding, or none if one of them does not apply."""
     new = text
     for mend in mends:
         edit = _edit(parse(new), mend)
@@ -181,8 +183,8 @@ def _edit(document: Document, mend: Mend) -> Edit | None:
 def _of_slip(slip: Slip, run: Context) -> Finding:
     takers = {
         (True, True): "",
-        (True, False): " DeepSpeed alone would take it, the Trainer and accelerate do not.",
-        (False, True): " The Trainer and accelerate would take it, DeepSpeed alone does not.",
+        (True, False): " DeepSpeed alone would accept it, the Trainer and accelerate do not.",
+        (False, True): " The Trainer and accelerate would accept it, DeepSpeed alone does not.",
         (False, False): " Neither DeepSpeed nor the Trainer reads it as meant.",
     }
     mends = {

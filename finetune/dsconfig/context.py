@@ -1,4 +1,4 @@
-"""The run that a config is for: what the rules need to know of it."""
+"""What the rules need to know about the run that a config is for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
-NVME_FOLDER = "nvme_offload"  # in the run folder, where --nvme_path gives no other
+NVME_FOLDER = "nvme_offload"  # in the run folder, unless --nvme_path gives another
 ENGINES = ("recipe", "trainer", "accelerate", "deepspeed")
 # Compute capability by GPU (developer.nvidia.com/cuda-gpus).
 GPU_CAPABILITY = {
@@ -51,10 +51,10 @@ class Weights:
 
 @dataclass(frozen=True)
 class Context:
-    """`arguments` holds the Trainer's values by the Trainer's names, where known. None means "not known".
+    """`arguments` holds the Trainer's values under the Trainer's names, as far as known. None means "not known".
 
-    `engine` is who reads the config: a recipe of ours, another script's Trainer, a script's own loop with accelerate,
-    or `deepspeed.initialize` alone.
+    `engine` is who reads the config: one of our recipes, another script's Trainer, a script's own loop with accelerate,
+    or only `deepspeed.initialize`.
     """
 
     world_size: int | None
@@ -68,22 +68,22 @@ class Context:
     engine: str = "recipe"
     gpu_capability: tuple[int, int] | None = None
     weights: Weights | None = None
-    is_here: bool = True  # on this machine, whose disks and compilers count
-    versions: Mapping[str, str] = field(default_factory=dict)  # of packages, over what is installed
+    is_here: bool = True  # runs on this machine, so its disks and compilers matter
+    versions: Mapping[str, str] = field(default_factory=dict)  # of packages; overrides the installed versions
 
     @property
     def data_parallel_size(self) -> int | None:
-        """Ranks, or groups of them, that read different samples."""
+        """Number of ranks, or groups of ranks, that read different samples."""
         shared = (self.pipeline_parallel_size or 1) * self.sequence_parallel_size
         return None if self.world_size is None else self.world_size // shared
 
     @property
     def has_trainer(self) -> bool:
-        """True where the Trainer's arguments, or ours, fill the config and have to agree with it."""
+        """Whether the Trainer's arguments, or ours, fill the config and must agree with it."""
         return self.engine in ("recipe", "trainer")
 
     def version(self, package: str) -> tuple[int, ...] | None:
-        """(0, 19, 8) for "0.19.8". None where the package is neither given nor installed."""
+        """(0, 19, 8) for "0.19.8". None if the package is neither given nor installed."""
         text = self.versions.get(package)
         if text is None:
             try:
@@ -94,7 +94,7 @@ class Context:
 
 
 def release(text: str) -> tuple[int, ...]:
-    """(0, 19, 8) for "0.19.8+cpu"; what follows the numbers is left out."""
+    """(0, 19, 8) for "0.19.8+cpu"; anything after the numbers is dropped."""
     numbers = []
     for part in text.split("+")[0].split("."):
         if not part.isdigit():

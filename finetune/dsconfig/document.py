@@ -1,5 +1,4 @@
-"""A config as it stands in its file: what every key and value means, where it stands, and how one is changed without
-touching the rest."""
+"""A config as text: the value and the position of every key, and edits that change one without touching the rest."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from finetune.dsconfig.finding import KeyPath
 
 @dataclass(frozen=True)
 class Edit:
-    """Put `text` in place of `start:end`."""
+    """Replace `start:end` with `text`."""
 
     start: int
     end: int
@@ -25,7 +24,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Span:
-    """Where a value stands, and its key where it has one. The offsets count characters from the file's start."""
+    """The position of a value, and of its key if it has one. Offsets count characters from the file's start."""
 
     start: int
     end: int
@@ -35,7 +34,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Slip:
-    """Something that is not strict JSON. `by_hjson` and `by_json`: whether DeepSpeed, and the Trainer, take it."""
+    """Something that is not strict JSON. `by_hjson`: whether DeepSpeed accepts it; `by_json`: the Trainer."""
 
     kind: str
     at: int
@@ -47,7 +46,7 @@ class Slip:
 
 @dataclass
 class Document:
-    """A config as it stands in its file."""
+    """A config as text, with its value and positions."""
 
     text: str
     value: Any = None
@@ -55,18 +54,18 @@ class Document:
     slips: list[Slip] = field(default_factory=list)
 
     def line_and_column(self, at: int) -> tuple[int, int]:
-        """Both from 1, as editors count."""
+        """Both count from 1, as in editors."""
         line = self.text.count("\n", 0, at) + 1
         return line, at - (self.text.rfind("\n", 0, at) + 1) + 1
 
     def place_of(self, path: KeyPath) -> tuple[int, int]:
-        """Line and column of the key at `path`, or of what is nearest above it."""
+        """Line and column of the key at `path`, or of its nearest ancestor."""
         while path and path not in self.spans:
             path = path[:-1]
         return self.line_and_column(self.spans[path].key_start if path in self.spans else 0)
 
     def setting(self, path: KeyPath, value: Any) -> Edit | None:
-        """The edit that gives `path` a value. None where the object that should hold it is absent."""
+        """The edit that sets the value at `path`. None if the object that should hold it is absent."""
         new = json.dumps(value)
         if path in self.spans:
             return Edit(self.spans[path].start, self.spans[path].end, new)
@@ -83,16 +82,16 @@ class Document:
         return Edit(last.end, last.end, "," + (gap.group() if gap else " ") + member)
 
     def deletion(self, path: KeyPath) -> Edit:
-        """The edit that takes a member out, with the comma that goes with it."""
+        """The edit that removes a member and its comma."""
         return deletion_of(self.spans[path], self.text)
 
     def renaming(self, path: KeyPath, key: str) -> Edit:
-        """The edit that gives a member another key."""
+        """The edit that renames a member's key."""
         return Edit(self.spans[path].key_start, self.spans[path].key_end, json.dumps(key))
 
 
 def deletion_of(span: Span, text: str) -> Edit:
-    """The edit that takes a member out of `text`, with its comma."""
+    """The edit that removes a member and its comma from `text`."""
     after = re.compile(r"\s*,\s*").match(text, span.end)
     if after:
         return Edit(span.key_start, after.end(), "")

@@ -1,4 +1,4 @@
-"""What a check says: a code, where, what, and the change that mends it."""
+"""What a check reports: a code, the place, the message, and the change that fixes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KeyPath = tuple[str | int, ...]  # ("zero_optimization", "stage"); () is the who
 
 @dataclass(frozen=True)
 class Put:
-    """Give the key at `path` a value."""
+    """Set the key at `path` to a value."""
 
     path: KeyPath
     value: Any
@@ -18,14 +18,14 @@ class Put:
 
 @dataclass(frozen=True)
 class Drop:
-    """Take the key at `path` out."""
+    """Delete the key at `path`."""
 
     path: KeyPath
 
 
 @dataclass(frozen=True)
 class Rename:
-    """Give the value at `path` another key."""
+    """Rename the key at `path`."""
 
     path: KeyPath
     key: str
@@ -36,9 +36,9 @@ Mend = Put | Drop | Rename
 
 @dataclass(frozen=True)
 class Finding:
-    """`severity` is "error" (a recipe stops, the exit status is 2) or "warning" (said once).
+    """`severity` is "error" (a recipe stops with exit status 2) or "warning" (printed once).
 
-    `mends` are applied in order. They are there only where one change is surely the right one.
+    `mends` are applied in order. They are given only if one change is certainly right.
     """
 
     code: str
@@ -54,7 +54,7 @@ def error(code: str, place: str, message: str, *mends: Mend) -> Finding:
 
 
 def warning(code: str, place: str, message: str, *mends: Mend) -> Finding:
-    """A finding that is said once."""
+    """A finding that is printed once."""
     return Finding(code, "warning", at(place), message, mends)
 
 
@@ -64,7 +64,7 @@ def at(place: str) -> KeyPath:
 
 
 def named(path: KeyPath) -> str:
-    """The way back: "fp16.enabled", "betas[0]"."""
+    """The inverse of `at`: "fp16.enabled", "betas[0]"."""
     text = ""
     for key in path:
         text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else key

@@ -23,7 +23,7 @@ def written(findings: Findings, form: str) -> str:
 
 
 def line(file: str, placed: Placed) -> str:
-    """One finding in one line, as compilers write it."""
+    """One finding on one line, in the format of compiler messages."""
     found = placed.finding
     return f"{file}:{placed.line}:{placed.column}: {found.severity} {found.code}: {found.message}"
 
@@ -82,7 +82,7 @@ def _github(findings: Findings) -> str:
 
 
 def _escaped(text: str, in_a_value: bool = False) -> str:
-    """https://docs.github.com/actions/reference/workflow-commands-for-github-actions says which signs are."""
+    """Escapes as in https://docs.github.com/actions/reference/workflow-commands-for-github-actions."""
     for sign in "%\r\n:," if in_a_value else "%\r\n":
         text = text.replace(sign, f"%{ord(sign):02X}")
     return text

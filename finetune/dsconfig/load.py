@@ -1,4 +1,4 @@
-"""From a name or a path to a config that the Trainer can take: found, read, checked, and filled where only we can."""
+"""From a name or a path to a config that the Trainer accepts: found, read, checked, and filled where only we can."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OFFLOADS = ("offload_optimizer", "offload_param")
 
 @dataclass(frozen=True)
 class Loaded:
-    """`config` is ready for `TrainingArguments(deepspeed=...)`; `notes` are lines to say once."""
+    """`config` is ready for `TrainingArguments(deepspeed=...)`; `notes` are lines to print once."""
 
     name: str
     config: dict[str, Any]
@@ -31,34 +31,34 @@ class Loaded:
 
 
 def find_config(name_or_path: str) -> Path:
-    """`zero2` is a shipped name, anything that exists is a path. Raises RequestError naming what there is."""
+    """The file at a path, or of a shipped name such as `zero2`. Raises RequestError that lists the shipped names."""
     path = Path(name_or_path).expanduser()
     if is_recipes_yaml(name_or_path):
         raise RequestError(f"{name_or_path} is a recipe's YAML, for --config. Give a DeepSpeed config (JSON).")
-    if os.path.isfile(path):  # False also of a name that is too long for one
+    if os.path.isfile(path):  # False also for a name that is too long for a path
         return path
     shipped = DS_CONFIGS / f"{name_or_path.removesuffix('.json')}.json"
     if "/" not in name_or_path and os.path.isfile(shipped):
         return shipped
     if name_or_path.lstrip().startswith("{"):
         raise RequestError(
-            "a DeepSpeed config is given as JSON, but it is taken from a file. Write it to one, and give its path."
+            "a DeepSpeed config is given as JSON, but it must be in a file. Write it to one, and give its path."
         )
     names = sorted(p.stem for p in DS_CONFIGS.glob("*.json"))
     near = difflib.get_close_matches(name_or_path, names, n=1)
     meant = f" Did you mean {near[0]}?" if near else ""
-    there = ", ".join(names) or f"none, for {DS_CONFIGS.name}/ is missing"
+    there = ", ".join(names) or f"none, because {DS_CONFIGS.name}/ is missing"
     raise RequestError(
         f"{name_or_path}: there is no such DeepSpeed config.{meant} Give a path, or a shipped name: {there}."
     )
 
 
 def load(name_or_path: str, run: Context, disabled: Collection[str] = ()) -> Loaded:
-    """Read a config and check it against `run`, but for the codes that are `disabled`. Raises RequestError with every
-    error that was found, at once."""
+    """Read a config and check it against `run`, except for the codes in `disabled`. Raises RequestError with all
+    errors at once."""
     path = find_config(name_or_path)
     if form := [code for code in disabled if code.startswith(("DS0", "DS1"))]:
-        raise RequestError(f"--disable_check {form[0]}: a config whose form is wrong cannot be used. Fix it instead.")
+        raise RequestError(f"--disable_check {form[0]}: a malformed config cannot be used. Fix it instead.")
     report = check(read(path), run, disabled)
     if report.errors:
         raise RequestError("\n".join(line(path.name, placed) for placed in report.errors))
@@ -67,12 +67,12 @@ def load(name_or_path: str, run: Context, disabled: Collection[str] = ()) -> Loa
 
 
 def resolve(config: dict[str, Any], run: Context) -> dict[str, Any]:
-    """Fill the "auto" values that the Trainer does not know, and hand it the sections that it does better itself.
+    """Fill the "auto" values that the Trainer does not know, and drop the sections that the Trainer handles better.
 
-    A section that is all "auto" says: as the Trainer would. So the Trainer's own optimizer and schedule are used. They
-    exempt biases and norms from weight decay, and start at the full rate without warm-up, where DeepSpeed's do not
+    A section that is all "auto" means: as the Trainer would. So the Trainer's own optimizer and schedule are used. They
+    exempt biases and norms from weight decay, and without warmup start at the full rate; DeepSpeed's do neither
     (transformers/integrations/deepspeed.py passes one flat list of parameters; deepspeed/runtime/lr_schedules.py raises
-    the warm-up to two steps). With offload the caller must build DeepSpeedCPUAdam: `wants_cpu_adam` says when.
+    the warmup to two steps). With offload the caller must build DeepSpeedCPUAdam: `wants_cpu_adam` says when.
     """
     config = copy.deepcopy(config)
     for name in ("fp16", "bf16"):
@@ -97,7 +97,7 @@ def resolve(config: dict[str, Any], run: Context) -> dict[str, Any]:
 
 
 def _filled_for_pipeline(config: dict[str, Any], run: Context) -> dict[str, Any]:
-    """As the Trainer would fill it, but that data-parallel ranks count, and not all: stages share their samples."""
+    """Filled as by the Trainer, but with data-parallel ranks instead of all ranks: stages share their samples."""
     arguments = run.arguments
     names = {
         "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
@@ -114,10 +114,10 @@ def _filled_for_pipeline(config: dict[str, Any], run: Context) -> dict[str, Any]
             config[name] = value
     types = config.setdefault("data_types", {})
     if types.get("grad_accum_dtype", "auto") == "auto":
-        # A pipeline adds up many micro-batches, whose gradients bf16 would round away. With fp16 DeepSpeed 0.19.8 does
-        # not add up tied gradients that are kept in another type (runtime/pipe/engine.py, _exec_reduce_tied_grads).
+        # A pipeline sums the gradients of many micro-batches, which bf16 would round away. With fp16, DeepSpeed 0.19.8
+        # does not sum tied gradients kept in another dtype (runtime/pipe/engine.py, _exec_reduce_tied_grads).
         types["grad_accum_dtype"] = "fp16" if config.get("fp16", {}).get("enabled") else "fp32"
-    # The optimizer is given to DeepSpeed ready made; it knows Adam's kind alone.
+    # DeepSpeed gets a ready-made optimizer, and by default accepts only variants of Adam.
     config["zero_allow_untested_optimizer"] = True
     return config
 
@@ -130,7 +130,7 @@ def on_disk(config: Any) -> list[dict[str, Any]]:
 
 
 def wants_disk(config: Any) -> bool:
-    """Whether it offloads to a disk and leaves the folder there to --nvme_path."""
+    """Whether it offloads to a disk and leaves the folder to --nvme_path."""
     return any(map(_is_left_open, on_disk(config)))
 
 
@@ -141,13 +141,13 @@ def _is_left_open(section: dict[str, Any]) -> bool:
 def wants_trainer_clipping(config: dict[str, Any]) -> bool:
     """True at stage 0 in fp32 with the Trainer's optimizer.
 
-    DeepSpeed clips there, but throws the norm away (deepspeed 0.19.8, runtime/engine.py, clip_fp32_gradients), so that
-    the log would lack it; the Trainer's side clips and keeps it instead.
+    DeepSpeed clips there, but discards the norm (deepspeed 0.19.8, runtime/engine.py, clip_fp32_gradients), so the log
+    would lack it; the Trainer clips and keeps it instead.
     """
     halves = any(Config(config).get(f"{name}.enabled") for name in ("fp16", "bf16"))
     return config.get("zero_optimization", {}).get("stage", 0) == 0 and not halves and "optimizer" not in config
 
 
 def wants_cpu_adam(config: dict[str, Any]) -> bool:
-    """True where the optimizer's states are offloaded and no optimizer section is left for DeepSpeed to build from."""
+    """True if the optimizer's states are offloaded and no optimizer section remains for DeepSpeed to build from."""
     return Config(config).offload("offload_optimizer") != "none" and "optimizer" not in config

@@ -1,8 +1,8 @@
-"""Read JSON and keep the place of every key and value, so that a finding can point and a mend can touch nothing else.
+"""Parses JSON and keeps the position of every key and value, so that findings can point to it and fixes stay local.
 
-What is not strict JSON but plain enough to be understood (comments, trailing commas, single quotes, Python's True) is
-kept as a slip with its mend, and reading goes on: DeepSpeed alone reads a config with hjson, which takes some of these,
-while the Trainer and accelerate read it with `json.load`, which takes few.
+Deviations from strict JSON whose meaning is clear (comments, trailing commas, single quotes, Python's True) become
+slips with a fix, and parsing continues: DeepSpeed alone reads a config with hjson, which accepts some of these, while
+the Trainer and accelerate read it with `json.load`, which accepts few.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DECODER, LENIENT = json.JSONDecoder(), json.JSONDecoder(strict=False)
 
 
 class NotJsonError(Exception):
-    """Reading cannot go on. `at` is the offset."""
+    """Parsing cannot continue. `at` is the offset."""
 
     def __init__(self, at: int, message: str) -> None:
         super().__init__(message)
@@ -35,7 +35,7 @@ class NotJsonError(Exception):
 
 
 def parse(text: str) -> Document:
-    """The document that `text` holds. Raises NotJsonError where it cannot be told what is meant."""
+    """Parse `text`. Raises NotJsonError if its meaning is unclear."""
     document = Document(text)
     reader = _Reader(document)
     document.value = reader.whole()
@@ -57,14 +57,14 @@ class _Reader:
         value = self.value((), self.at, self.at)
         self.skip()
         if self.at < len(self.text):
-            self.fail("there is more after the end of the config. Is a bracket closed too early?")
+            self.fail("there is more text after the end of the config. Is a bracket closed too early?")
         return value
 
     def value(self, path: KeyPath, key_start: int, key_end: int) -> Any:
         if len(path) > MAX_DEPTH:
             self.fail("nested too deeply for a DeepSpeed config")
         start = self.at
-        self.document.spans[path] = Span(start, start, key_start, key_end)  # so that a parent comes before its members
+        self.document.spans[path] = Span(start, start, key_start, key_end)  # so parents come before members
         here = self.text[start : start + 1]
         value: Any
         if here == "{":
@@ -123,7 +123,7 @@ class _Reader:
             comma = self.separator("]")
 
     def separator(self, closing: str) -> int | None:
-        """The place of the comma after a member, which may be missing between two."""
+        """The position of the comma after a member, if any; a missing one becomes a slip."""
         end = self.at
         self.skip()
         if self.take(","):
@@ -180,13 +180,13 @@ class _Reader:
             except json.JSONDecodeError:
                 self.fail("the closing quote is missing")
             if "\n" in value:
-                self.fail("a string goes over the end of its line, or its closing quote is missing", start)
+                self.fail("a string continues past the end of its line, or its closing quote is missing", start)
             mend = Edit(start, self.at, json.dumps(value))
             self.slip("control", start, "a string holds a raw control character", mend)
         return str(value)
 
     def unescaped(self, inside: str) -> str:
-        """What stands between single quotes, where backslashes mean what they mean in JSON."""
+        """The text between single quotes, with backslashes as in JSON."""
         quoted = re.sub(r"\\'", "'", re.sub(r'(?<!\\)"', r"\"", inside))
         try:
             return str(json.loads(f'"{quoted}"', strict=False))
@@ -207,28 +207,28 @@ class _Reader:
             except ValueError:  # more digits than Python reads (sys.get_int_max_str_digits)
                 number = float("inf")
             if number in (float("inf"), float("-inf")):
-                self.slip("number", start, "a number is beyond what can be held", None, by_hjson=True, by_json=True)
+                self.slip("number", start, "a number is too large", None, by_hjson=True, by_json=True)
             return number
         if word in PYTHON:
             mend = Edit(start, self.at, PYTHON[word])
             self.slip("literal", start, f"{word} is Python; JSON writes {PYTHON[word]}", mend)
             return LITERALS[PYTHON[word]]
         if word in ("NaN", "Infinity", "-Infinity"):
-            self.slip("number", start, f"{word} is no JSON number", None, by_json=True)
+            self.slip("number", start, f"{word} is not a JSON number", None, by_json=True)
             return word
         number = _number_of_another_language(word)
         if number is None:
             mend = Edit(start, self.at, json.dumps(word))
-            # hjson reads a text without quotes to the end of its line, a comma or a bracket with it.
+            # hjson reads an unquoted string to the end of its line, including a comma or a bracket.
             ends = TO_LINE_END.match(self.text, self.at) is not None
-            self.slip("quotes", start, "a text has no quotes", mend, by_hjson=ends)
+            self.slip("quotes", start, "a string has no quotes", mend, by_hjson=ends)
             return word
         mend = Edit(start, self.at, json.dumps(number))
         self.slip("number", start, f"{word} is not how JSON writes the number {json.dumps(number)}", mend)
         return number
 
     def skip(self) -> None:
-        """Past blanks, and past comments, each of which is a slip."""
+        """Skip whitespace and comments; each comment is a slip."""
         while True:
             blank = BLANK.match(self.text, self.at)
             self.at = blank.end() if blank else self.at
@@ -269,7 +269,7 @@ class _Reader:
 
 
 def _paths_below(path: KeyPath, value: Any) -> Iterator[KeyPath]:
-    """Where the members and items of `value` stand, which itself stands at `path`."""
+    """The paths of all members and items inside `value`, which is at `path`."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in inside:
         yield (*path, key)
@@ -277,7 +277,7 @@ def _paths_below(path: KeyPath, value: Any) -> Iterator[KeyPath]:
 
 
 def _number_of_another_language(word: str) -> int | float | None:
-    """+1, .5, 1., 1_000, 007 and 0x10 have a meaning in Python, in C or in YAML, and none in JSON."""
+    """+1, .5, 1., 1_000, 007 and 0x10 are numbers in Python, C or YAML, but not in JSON."""
     for convert in (lambda: int(word, 10), lambda: float(word), lambda: int(word, 0)):
         try:
             number: int | float = convert()

@@ -1,4 +1,4 @@
-"""Files that are no config of a training run, though they look like one: they get one message, and not one a line."""
+"""Files that look like the config of a training run but are not: they get one message, not one per line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from finetune.dsconfig.finding import Finding
 from finetune.dsconfig.shape import schema
 
 # ${NAME}, $NAME, {{ name }}, <name>, __NAME__, @NAME@, %(name)s; without quotes also a name in capitals.
-# Each is bounded in length, and a text or comment without an end goes on to the end: no file takes quadratic time.
+# Lengths are bounded, and an unterminated string or comment extends to the end, so no file takes quadratic time.
 MARK = (
     r"\$\{[^}\n]{0,200}\}|\$[A-Za-z_]\w{0,200}|\{\{[^}\n]{0,200}\}\}|\{%[^\n]{0,200}?%\}|<[A-Za-z][\w .-]{0,200}>"
     r"|__[A-Za-z]\w{0,200}__|@\w{1,200}@|%\(\w{1,200}\)s"
@@ -20,7 +20,7 @@ QUOTED = re.compile(rf'"(?P<key>\w+)"\s*:\s*"(?P<quoted>{MARK})"')
 BARE = re.compile(rf"[:,\[]\s*(?P<bare>{MARK}|[A-Z][A-Z\d_]+)(?=\s*[,\]}}\n])")
 TEXT_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*"?)|(?:#|//)[^\n]*|/\*.*?(?:\*/|\Z)', re.DOTALL)
 LITERALS = {"TRUE", "FALSE", "NULL", "NONE", "NAN", "INF"}
-# Fields of deepspeed.init_inference alone (deepspeed 0.19.8, inference/config.py). A test holds them against it.
+# Fields that only deepspeed.init_inference has (deepspeed 0.19.8, inference/config.py). A test compares them.
 OF_INFERENCE = (
     "replace_with_kernel_inject kernel_inject replace_method injection_policy injection_dict injection_policy_tuple "
     "max_out_tokens max_tokens min_out_tokens min_tokens mp_size enable_cuda_graph use_triton triton_autotune "
@@ -33,9 +33,9 @@ OF_TRAINING = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 
 
 def template(text: str) -> Finding | None:
-    """DS009 for a text with placeholders, which stand where no text can."""
+    """DS009 for a text with placeholders in places where no free text is allowed."""
     code = TEXT_OR_COMMENT.sub(lambda found: found[1] or "", text)
-    texts = set(_text_keys(schema()))  # a job's name may well have a dollar sign
+    texts = set(_text_keys(schema()))  # a job's name may contain a dollar sign
     marks = [(mark.start(), mark["quoted"]) for mark in QUOTED.finditer(code) if mark["key"] not in texts]
     bare = TEXT_OR_COMMENT.sub(lambda found: f'"{" " * (len(found[0]) - 2)}"', code)
     marks += [(mark.start(), mark["bare"]) for mark in BARE.finditer(bare) if mark["bare"] not in LITERALS]
@@ -43,22 +43,20 @@ def template(text: str) -> Finding | None:
         return None
     names = list(dict.fromkeys(name for _, name in sorted(marks)))
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    said = f"this is a template: {len(marks)} value(s) are still to be filled in ({shown}). Check what is made from it."
+    said = f"this is a template: {len(marks)} value(s) must still be filled in ({shown}). Check the filled-in file."
     return Finding("DS009", "error", (), said)
 
 
 def other_program(config: dict[str, Any]) -> Finding | None:
-    """DS010 for a file of DeepSpeed's inference or of its autotuner, and for a config inside of another file's key."""
+    """DS010 for a file for DeepSpeed's inference or its autotuner, and for a config nested under a key."""
     inner = config.get(WRAPPER)
     if isinstance(inner, dict) and not any(key in config for key in (*OF_TRAINING, "zero_optimization")):
-        said = f"the config is inside of {WRAPPER}, as accelerate's YAML has it, and no engine looks there. Move it up."
+        said = f"the config is inside {WRAPPER}, as in accelerate's YAML, but no engine looks there. Move it up."
         return Finding("DS010", "error", (WRAPPER,), said)
     trains = any(key in config for key in OF_TRAINING)
     of_inference = [key for key in OF_INFERENCE if key in config]
     if of_inference and not trains and "zero_optimization" not in config:
-        said = (
-            f"{of_inference[0]} is for deepspeed.init_inference: this is a config of inference, and none of training."
-        )
+        said = f"{of_inference[0]} is for deepspeed.init_inference: this is a config for inference, not for training."
         return Finding("DS010", "error", (of_inference[0],), said)
     zero = schema()["properties"]["zero_optimization"]["properties"]
     lists = [
@@ -76,7 +74,7 @@ def other_program(config: dict[str, Any]) -> Finding | None:
 
 
 def _text_keys(part: dict[str, Any]) -> Iterator[str]:
-    """The keys whose values are texts that somebody makes up."""
+    """The keys whose values are free text."""
     for key, inner in part.get("properties", {}).items():
         kinds = inner.get("type", [])
         if kinds in ("string", ["string", "null"]) and key != "type":

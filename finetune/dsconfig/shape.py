@@ -1,4 +1,4 @@
-"""DS1xx: keys and kinds of values, by the JSON Schema that was made from DeepSpeed."""
+"""DS1xx: keys and types of values, checked with the JSON Schema that was generated from DeepSpeed."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from finetune.dsconfig.context import release
 from finetune.dsconfig.finding import Drop, Finding, KeyPath, Mend, Put, Rename, named
 
 SCHEMA = Path(__file__).with_name("schema.json")
-# What DeepSpeed has removed, in which release, and what to use instead (deepspeedai/DeepSpeed#8489; runtime/config.py
-# of 0.19.7 and 0.19.8). A test holds the names against the installed DeepSpeed.
+# Keys that DeepSpeed has removed, the release, and what to use instead (deepspeedai/DeepSpeed#8489; runtime/config.py
+# in 0.19.7 and 0.19.8). A test compares the names with the installed DeepSpeed.
 REMOVED = {
     "amp": ("0.19.8", 'Use "bf16" or "fp16".'),
     "compression_training": ("0.19.7", "Quantize the trained model with a library for it, such as torchao."),
-    "curriculum_learning": ("0.19.8", "It is data_efficiency.data_sampling.curriculum_learning now."),
+    "curriculum_learning": ("0.19.8", "It is now data_efficiency.data_sampling.curriculum_learning."),
     "eigenvalue": ("0.19.8", "Delete it."),
-    "elasticity": ("0.19.8", "Give the batch sizes themselves, and resume at another number of ranks."),
+    "elasticity": ("0.19.8", "Set the batch sizes directly, and resume at another number of ranks."),
     "graph_harvesting": ("0.19.8", 'Delete it, or use "compile".'),
-    "nebula": ("0.19.7", "Delete it: checkpoints are written by torch."),
+    "nebula": ("0.19.7", "Delete it: torch writes checkpoints."),
     "progressive_layer_drop": ("0.19.8", "Delete it."),
     "quantize_training": ("0.19.7", "Quantize the trained model with a library for it, such as torchao."),
     "sparse_attention": ("0.19.7", "Delete it, and choose the model's attn_implementation."),
@@ -32,14 +32,14 @@ REMOVED = {
     "zero_optimization.mics_shard_size": ("0.19.7", "Use zero_hpz_partition_size."),
     "zero_optimization.zeropp_loco_param": ("0.19.8", "Delete it: zero_quantized_gradients works without."),
 }
-# Keys of typed sections that transformers 5.23 and accelerate 1.15 read from the file as they stand.
+# Keys of typed sections that transformers 5.23 and accelerate 1.15 read from the file without conversion.
 READ_BY_OTHERS = ("stage", "enabled", "device", "stage3_gather_16bit_weights_on_model_save")
-PLAIN = re.compile(r"-?\d+|true|false", re.IGNORECASE)  # what pydantic takes for a number or a switch
+PLAIN = re.compile(r"-?\d+|true|false", re.IGNORECASE)  # what pydantic reads as a number or a switch
 COMMENTS = ("_", "//", "#")
-PERHAPS = 0.75  # likeness from which a key may be a slip for another
-FEW = 5  # unknown keys that are named one by one
-SURELY = 0.9  # likeness from which a key is a slip for another, and no key of its own
-PLACES = {"max_grad_norm": "gradient_clipping"}  # where what is meant has another name
+PERHAPS = 0.75  # similarity from which a key may be a misspelling of another
+FEW = 5  # up to this many unknown keys are reported one by one
+SURELY = 0.9  # similarity from which a key is certainly a misspelling
+PLACES = {"max_grad_norm": "gradient_clipping"}  # keys with another name in DeepSpeed
 # Old names that DeepSpeed no longer reads.
 RENAMED = {"aio.thread_count": "intra_op_parallelism"}
 
@@ -51,9 +51,9 @@ def schema() -> dict[str, Any]:
 
 
 def shape_findings(value: Any, deepspeed: tuple[int, ...] | None = None, alone: bool = False) -> Iterator[Finding]:
-    """Keys that DeepSpeed does not know, values of another kind, values out of range, and keys it has renamed or
-    removed. `deepspeed` is its release, where it is not the one that the schema was made from; `alone` says that nobody
-    else reads the config."""
+    """Keys that DeepSpeed does not know, values of the wrong type or out of range, and renamed or removed keys.
+    `deepspeed` is its release, if not the one that the schema was generated from; `alone`: only DeepSpeed reads the
+    config."""
     from jsonschema import Draft202012Validator
 
     for fault in Draft202012Validator(schema()).iter_errors(value):
@@ -66,7 +66,7 @@ def shape_findings(value: Any, deepspeed: tuple[int, ...] | None = None, alone: 
             stage = {"stage": int(fault.instance)}  # deepspeed, runtime/zero/config.py, read_zero_config_deprecated
             said = (
                 f"zero_optimization is {_shown(fault.instance)}, an older form that the Trainer and accelerate cannot "
-                f"read. Write what DeepSpeed takes it for, {json.dumps(stage)}."
+                f"read. Write what DeepSpeed reads it as, {json.dumps(stage)}."
             )
             yield Finding("DS105", "warning" if alone else "error", path, said, (Put(path, stage),))
         else:
@@ -87,11 +87,11 @@ def _unknown(
             )
         return
     if key.startswith(COMMENTS):
-        said = f"{where} is ignored: JSON has no comments, and a key is no place for one. Delete it when it has served."
+        said = f"{where} is ignored: JSON has no comments, and DeepSpeed does not know such a key. You may delete it."
         yield Finding("DS101", "warning", path, said)
         return
     is_refused = len(path) > 1 and (section.get("x-typed") or path[:2] == ("scheduler", "params"))
-    what = "refuses it once the model is built" if is_refused else "ignores it without a word"
+    what = "refuses it once the model is built" if is_refused else "silently ignores it"
     names = [name for name, part in section["properties"].items() if not part.get("deprecated")]
     near = [RENAMED[where]] if where in RENAMED else difflib.get_close_matches(key, names, 1)
     likeness = difflib.SequenceMatcher(None, key, near[0]).ratio() if near else 0.0
@@ -102,7 +102,7 @@ def _unknown(
     ]
     mends: tuple[Mend, ...] = ()
     if path[0] == "bf16" and key in schema()["properties"]["fp16"]["properties"]:
-        mend = "It is fp16's, and bf16 has no loss scale. Delete it."  # so does the stock config of several projects
+        mend = "It belongs to fp16; bf16 has no loss scale. Delete it."  # a mistake in several projects' stock configs
         mends = (Drop(path),)
     elif elsewhere and not surely:
         mend = f"Its place is {elsewhere[0]}."
@@ -111,14 +111,14 @@ def _unknown(
         mends = (Rename(path, near[0]),) if surely else ()
     else:
         mend = "Delete it."
-    # What nobody reads does no harm, unless something else was meant than DeepSpeed takes anyway.
+    # A key that nothing reads does no harm, unless it was meant to set something other than DeepSpeed's default.
     is_idle = not is_refused and (mend == "Delete it." or _is_taken(where, given, section))
-    said = f"{where or repr(key)} is no key that DeepSpeed knows: it {what}. {mend}"
+    said = f"{where or repr(key)} is not a key that DeepSpeed knows: it {what}. {mend}"
     yield Finding("DS101", "warning" if is_idle else "error", path, said, mends)
 
 
 def _is_taken(where: str, given: dict[str, Any], section: dict[str, Any]) -> bool:
-    """Whether an old name has the value that DeepSpeed takes without it."""
+    """Whether an old name has the value that DeepSpeed uses anyway."""
     if where not in RENAMED:
         return False
     now = given.get(RENAMED[where], section["properties"][RENAMED[where]]["default"])
@@ -126,12 +126,12 @@ def _is_taken(where: str, given: dict[str, Any], section: dict[str, Any]) -> boo
 
 
 def _at_once(found: list[Finding]) -> Iterator[Finding]:
-    """Keys of another program in one warning, and not in one each."""
+    """Many unknown keys, as of another program, become one warning."""
     idle = [finding for finding in found if finding.severity == "warning"]
     yield from (finding for finding in found if finding not in idle or len(idle) <= FEW)
     if len(idle) > FEW:
         names = ", ".join(named(finding.path) for finding in idle[:3])
-        said = f"{names} and {len(idle) - 3} more are no keys that DeepSpeed knows: it ignores them without a word."
+        said = f"{names} and {len(idle) - 3} more are not keys that DeepSpeed knows: it silently ignores them."
         yield Finding("DS101", "warning", idle[0].path, f"{said} Delete them, unless another program reads them here.")
 
 
@@ -143,7 +143,7 @@ def _fits(value: Any, section: dict[str, Any], key: str) -> bool:
 
 
 def _places_of(key: str, part: dict[str, Any], path: KeyPath) -> Iterator[KeyPath]:
-    """Where the schema has this key."""
+    """The paths in the schema that end in this key."""
     for name, inner in part.get("properties", {}).items():
         if name == key:
             yield (*path, name)
@@ -156,16 +156,16 @@ def _wrong(path: KeyPath, found: Any, wanted: dict[str, Any], alone: bool) -> Fi
     number = _number_in(found, wanted)
     if number is not None:
         mend = f"Drop the quotes: {json.dumps(number)}."
-        # pydantic converts these, and the Trainer and accelerate, who do not, read few of its keys.
+        # pydantic converts these; the Trainer and accelerate do not, but read only few of DeepSpeed's keys.
         is_read = _is_typed(path[:-1]) and PLAIN.fullmatch(found.strip()) and (alone or path[-1] not in READ_BY_OTHERS)
         return Finding("DS104", "warning" if is_read else "error", path, f"{said} {mend}", (Put(path, number),))
     if (kindred := _kindred(found, wanted)) is not None:
-        said = f"{said} It is taken for {json.dumps(kindred)}: write that."
+        said = f"{said} It is read as {json.dumps(kindred)}: write that."
         return Finding("DS104", "warning", path, said, (Put(path, kindred),))
     kinds = wanted.get("type", [])
     a_number = isinstance(found, int | float) and not isinstance(found, bool)
     same_kind = "enum" in wanted or (a_number and bool({"integer", "number"} & {*_listed(kinds)}))
-    of_numbers = "DS312" if path[1:2] == ("params",) else "DS103"  # an optimizer's and a schedule's may be meant
+    of_numbers = "DS312" if path[1:2] == ("params",) else "DS103"  # an optimizer's or a schedule's may be intended
     return Finding(of_numbers if same_kind else "DS102", "error", path, said)
 
 
@@ -177,7 +177,7 @@ def _is_typed(path: KeyPath) -> bool:
 
 
 def _kindred(found: Any, wanted: dict[str, Any]) -> Any:
-    """True for 1 and 1 for true, which Python and pydantic take for each other; None where neither is wanted."""
+    """True for 1 and 1 for true, which Python and pydantic treat as equal; None if neither is wanted."""
     from jsonschema import Draft202012Validator
 
     if type(found) not in (bool, int) or found not in (0, 1):
@@ -187,7 +187,7 @@ def _kindred(found: Any, wanted: dict[str, Any]) -> Any:
 
 
 def _number_in(found: Any, wanted: dict[str, Any]) -> Any:
-    """2 for "2" and True for "true", where the schema takes what is inside the quotes; else None."""
+    """2 for "2" and True for "true", if the schema accepts the value inside the quotes; else None."""
     from jsonschema import Draft202012Validator
 
     if not isinstance(found, str):
@@ -210,7 +210,7 @@ def _words(wanted: dict[str, Any]) -> str:
         "integer": "a whole number",
         "number": "a number",
         "boolean": "true or false",
-        "string": '"auto"' if "pattern" in wanted else "a text",
+        "string": '"auto"' if "pattern" in wanted else "a string",
         "object": "an object, like {...}",
         "array": "a list",
         "null": "null",
@@ -233,7 +233,7 @@ def _either(choices: list[str]) -> str:
 def _shown(value: Any) -> str:
     text = json.dumps(value)
     text = text if len(text) < 60 else f"{text[:57]}..."
-    return f"the text {text}" if isinstance(value, str) else text
+    return f"the string {text}" if isinstance(value, str) else text
 
 
 def _deprecated(value: Any, part: dict[str, Any], path: KeyPath) -> Iterator[Finding]:
@@ -249,7 +249,7 @@ def _deprecated(value: Any, part: dict[str, Any], path: KeyPath) -> Iterator[Fin
             mends = _succession(here, inner, successor)
             said = f"{named(here)} is an old name. Use {successor}."
             severity = "warning"
-            # runtime/config_utils.py asserts that one of them is there.
+            # runtime/config_utils.py asserts that only one of them is present.
             if both := {successor, f"stage3_{successor}"} & value.keys():
                 said = f"{named(here)} is the old name of {both.pop()}, and DeepSpeed refuses both together. Delete it."
                 severity, mends = "error", (Drop(here),)
@@ -258,7 +258,7 @@ def _deprecated(value: Any, part: dict[str, Any], path: KeyPath) -> Iterator[Fin
 
 
 def _twice(value: Any) -> Iterator[Finding]:
-    """Both names of a setting that has two (deepspeed 0.19.8, runtime/zero/config.py, the fields with an alias)."""
+    """Settings given under both of their names (deepspeed 0.19.8, runtime/zero/config.py, the fields with an alias)."""
     section = value.get("zero_optimization") if isinstance(value, dict) else None
     if not isinstance(section, dict):
         return
@@ -270,12 +270,12 @@ def _twice(value: Any) -> Iterator[Finding]:
 
 
 def _succession(path: KeyPath, value: Any, successor: str) -> tuple[Mend, ...]:
-    """What DeepSpeed itself makes of the old key (deepspeed 0.19.8, runtime/zero/config.py and precision_config.py)."""
+    """The conversion that DeepSpeed makes for an old key (0.19.8, runtime/zero/config.py and precision_config.py)."""
     if " or " in successor:
         return ()
     if successor.startswith("offload_"):  # true stood for the CPU
         here = (*path[:-1], successor)
         return (Put(here, {"device": "cpu"}), Drop(path)) if value is True else (Drop(path),)
-    # The Trainer looks for the longer of the two names that DeepSpeed takes.
+    # The Trainer looks for the longer of the two names that DeepSpeed accepts.
     long = f"stage3_{successor}"
     return (Rename(path, long if long in schema()["properties"]["zero_optimization"]["properties"] else successor),)

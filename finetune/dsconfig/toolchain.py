@@ -1,4 +1,4 @@
-"""What DeepSpeed compiles its ops with, on this machine."""
+"""The tools on this machine with which DeepSpeed compiles its ops."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ def compiler() -> str | None:
 
 
 def has_libaio() -> bool:
-    """True where the library of NVMe offload is there."""
+    """Whether the library that NVMe offload needs is installed."""
     return find_library("aio") is not None

@@ -1,2 +1,2 @@
-"""One run, said once: what a recipe is, which flags it has, and what a command line, a YAML and a launcher make of
-them. `start`, `check`, `plan`, `bench` and the trials read it. Imports neither torch nor transformers."""
+"""A run's single description: what a recipe is, which flags it has, and how a command line, a YAML and a launcher set
+them. `start`, `check`, `plan`, `bench` and the trials use it. Imports neither torch nor transformers."""

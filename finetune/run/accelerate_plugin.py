@@ -1,4 +1,4 @@
-"""The DeepSpeed config that accelerate builds by itself from fields of its own YAML or flags: checked as any other."""
+"""The DeepSpeed config that accelerate builds from the fields of its own YAML or flags; checked like any other."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from finetune.dsconfig.context import Context
 from finetune.dsconfig.finding import named
 from finetune.errors import RequestError
 
-# Where `accelerate launch` puts a field (accelerate 1.15, utils/launch.py, prepare_deepspeed_cmd_env), by its place in
-# the config.
+# Path in the DeepSpeed config -> accelerate's field, and the variable that `accelerate launch` passes it in (accelerate
+# 1.15, utils/launch.py, prepare_deepspeed_cmd_env).
 FIELDS = {
     "gradient_accumulation_steps": ("gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
     "gradient_clipping": ("gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING"),
@@ -30,7 +30,7 @@ FIELDS = {
 
 
 def config_of_fields() -> dict[str, Any]:
-    """As accelerate 1.15 builds it (utils/dataclasses.py, DeepSpeedPlugin.__post_init__), with its defaults."""
+    """The config as accelerate 1.15 builds it (utils/dataclasses.py, DeepSpeedPlugin.__post_init__)."""
     said = {place: os.environ.get(variable) for place, (_, variable) in FIELDS.items()}
     zero = "zero_optimization"
     clipping = _number(said["gradient_clipping"] or "auto")
@@ -52,13 +52,13 @@ def config_of_fields() -> dict[str, Any]:
         if config[zero][what]["device"] == "nvme":
             config[zero][what]["nvme_path"] = path
         elif config[zero][what]["device"] == "none" and path != "none":
-            config[zero][what] = {"nvme_path": path}  # as a section with a path and no device, for the check
+            config[zero][what] = {"nvme_path": path}  # for the check: a section with a path and no device
     return config | ({"gradient_clipping": clipping} if clipping else {})
 
 
 def check_fields(run: Context, disabled: tuple[str, ...]) -> None:
-    """Raises RequestError with all that is wrong with accelerate's fields for this run, each by its name there. The
-    Trainer fills what they leave open, and compares the rest with its arguments."""
+    """Raises RequestError with every error in accelerate's fields for this run, under accelerate's names. The Trainer
+    fills in what the fields leave open, and compares the rest with its arguments."""
     found = check(json.dumps(config_of_fields()), run, disabled).errors
     lines = []
     for placed in found:

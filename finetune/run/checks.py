@@ -1,4 +1,4 @@
-"""What is wrong with a run that its flags alone show, before anything heavy is imported."""
+"""Checks of a run that need only its flags, made before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FLAG = re.compile(r"--(\w+)")
 
 
 def raised_by(*checks: Callable[[], object]) -> Iterator[str]:
-    """What each says is wrong."""
+    """The message of each check that raises RequestError."""
     for one in checks:
         try:
             one()
@@ -41,13 +41,13 @@ def raised_by(*checks: Callable[[], object]) -> Iterator[str]:
 
 
 def others(found: Iterable[str], mistakes: Sequence[str]) -> list[str]:
-    """Those that speak of no flag of which one of the `mistakes` speaks: what was mistyped may be what they miss."""
+    """The messages that share no flag with any of `mistakes`: a mistyped flag may be the one they report as missing."""
     named = set(FLAG.findall("\n".join(mistakes)))
     return [one for one in dict.fromkeys(found) if not named.intersection(FLAG.findall(one))]
 
 
 def within_range(run: Run) -> tuple[Run, list[str]]:
-    """The run without numbers that cannot be meant, on which other checks count, and what is wrong with them."""
+    """The run without its out-of-range numbers, because other checks rely on valid ones, and the errors about them."""
     wrong = dict(_out_of_range(run))
     settings = {name: one for name, one in run.settings.items() if name not in wrong}
     return replace(run, settings=settings), list(wrong.values())
@@ -63,8 +63,8 @@ def _out_of_range(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def found_wrong(run: Run, is_here: bool) -> Iterator[str]:
-    """Flags that contradict each other, what the engine or the launch cannot do, and, of a run that is to be here, what
-    it needs and nobody gave."""
+    """Flags that contradict each other, what the engine or the launch cannot do, and, for a run that is to start here,
+    what it needs and was not given."""
     yield from conflicts(run)
     if is_here:
         yield from missing(run)
@@ -78,7 +78,7 @@ def found_wrong(run: Run, is_here: bool) -> Iterator[str]:
 
 
 def found_wrong_here(run: Run, deepspeed: str | None) -> Iterator[str]:
-    """Likewise of a run that is to start on this machine, by the DeepSpeed config of that name, if any."""
+    """Further checks of a run that is to start on this machine, with the DeepSpeed config of that name, if any."""
     yield from missing_inputs(run)
     yield from void_here(run, deepspeed)
     yield from sequence_faults_here(run, deepspeed or (deepspeed_by_accelerate(run) and "by accelerate") or None)

@@ -1,4 +1,4 @@
-"""Which recipe a YAML or a command line is for: as it says, else by the flags that it has."""
+"""Which recipe a YAML or a command line is for: the one it names, else the one that its flags fit."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from finetune.run.flat_yaml import read_flat_yaml_lines
 from finetune.run.parse import RECIPE_KEY, spelt
 from finetune.run.recipe import Recipe
 
-LIKELIEST = ("causal_lm", "causal_lm_pipeline", "seq_cls", "image_cls")  # where flags fit several
+LIKELIEST = ("causal_lm", "causal_lm_pipeline", "seq_cls", "image_cls")  # preferred when the flags fit several
 
 
 @cache
 def recipes() -> dict[str, Recipe]:
-    """Those of finetune/run/recipes/, the likeliest first: of `NAME.py` there its `NAME`, in capitals."""
+    """The recipes in finetune/run/recipes/, likeliest first: `NAME.py` there defines `NAME`, in capitals."""
     names = {path.stem for path in (Path(__file__).parent / "recipes").glob("[a-z]*.py")}
     ordered = (*(name for name in LIKELIEST if name in names), *sorted(names.difference(LIKELIEST)))
     return {name: getattr(import_module(f"finetune.run.recipes.{name}"), name.upper()) for name in ordered}
 
 
 def candidates(argv: Sequence[str], named: str | None = None) -> list[Recipe]:
-    """The recipes that a command line may be for: the one that is `named`, by the user or by the YAML of --config, or
-    one that reads its YAMLs; else any. Of these the ones that know the most of its flags, the likeliest first. Raises
+    """The recipes that a command line may be for: the one `named` by the user or by the YAML of --config, and those
+    that read its YAMLs; else all. Of these, the ones that know the most of its flags, likeliest first. Raises
     RequestError."""
     given, by_yaml = _said(argv)
     named = named or by_yaml
     every = recipes()
     if named is not None and named not in every:
-        raise RequestError(f"recipe is {named!r}, but there is no such recipe. Those are {', '.join(every)}.")
+        raise RequestError(f"recipe is {named!r}, but there is no such recipe. The recipes are {', '.join(every)}.")
     found = [one for one in every.values() if named is None or named in (one.name, *one.reads)]
     found.sort(key=lambda recipe: recipe.name != named)
     unknown = [len([name for name in given if not _knows(recipe, name)]) for recipe in found]
@@ -39,7 +39,7 @@ def candidates(argv: Sequence[str], named: str | None = None) -> list[Recipe]:
 
 
 def is_told(argv: Sequence[str], named: str | None = None) -> bool:
-    """Whether the recipe is known for sure: it is named, or one alone has such flags."""
+    """Whether the recipe is known for sure: it is named, or only one fits the flags."""
     return bool(named or _said(argv)[1]) or len(candidates(argv)) == 1
 
 
@@ -48,7 +48,7 @@ def _knows(recipe: Recipe, name: str) -> bool:
 
 
 def _said(argv: Sequence[str]) -> tuple[Collection[str], str | None]:
-    """The names of what is given, the YAML's too, and the recipe that this is for."""
+    """The names of all given flags, including the YAML's, and the recipe that the YAML names."""
     given, config = set(), None
     for word, follows in zip(argv, [*argv, ""][1:], strict=True):
         if word.startswith("--"):

@@ -1,4 +1,4 @@
-"""The parser of `finetune` and its commands, and of recipes that train nothing."""
+"""The parser of `finetune` and its commands, and of recipes that do not train."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 
 from finetune.errors import RequestError
 
-CHOICE = re.compile(r"argument (.+): invalid choice: '?(.*?)'? \(choose from (.*)\)")  # as argparse says it
+CHOICE = re.compile(r"argument (.+): invalid choice: '?(.*?)'? \(choose from (.*)\)")  # argparse's wording
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Names the nearest flag, as the recipes do; its subcommands' parsers are of this class too."""
+    """Suggests the nearest flag for an unknown one, as the recipes do; subcommands' parsers are of this class too."""
 
-    words: Sequence[str] = ()  # that it was given
+    words: Sequence[str] = ()  # the words that it was given
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         self.words = sys.argv[1:] if args is None else args
@@ -24,7 +24,7 @@ class CommandParser(argparse.ArgumentParser):
         if unknown:
             word = next((one for one in unknown if one.startswith("-")), unknown[0])
             if not word.startswith("-"):
-                raise RequestError(f"{word}: that is one argument too many for `{self.prog}`. `--help` lists them.")
+                raise RequestError(f"{word}: this is one argument too many for `{self.prog}`. `--help` lists them.")
             raise RequestError(self._unknown(word))
         return known, unknown
 
@@ -38,7 +38,7 @@ class CommandParser(argparse.ArgumentParser):
         return [name[2:] for action in self._actions for name in action.option_strings if name.startswith("--")]
 
     def _typo(self) -> str | None:
-        """The first word that looks like a flag of this parser, and begins none."""
+        """The first word that looks like a flag but is not the beginning of any flag of this parser."""
         for word in self.words:
             name = word.removeprefix("--").partition("=")[0]
             if word.startswith("--") and not any(known.startswith(name) for known in self._names()):
@@ -46,7 +46,7 @@ class CommandParser(argparse.ArgumentParser):
         return None
 
     def error(self, message: str) -> NoReturn:
-        """What argparse says of a value, in the recipes' words. Where something is missing, a typo may be why."""
+        """Rephrase argparse's message in the recipes' wording. If an argument is missing, a typo may be why."""
         if "arguments are required" in message and (typo := self._typo()):
             raise RequestError(f"{self._unknown(typo)} And {message}.")
         if found := CHOICE.fullmatch(message):
@@ -61,4 +61,4 @@ class CommandParser(argparse.ArgumentParser):
         for kind, words in (("int", "a whole number"), ("float", "a number")):
             said = rf"argument (\S+): invalid {kind} value: (.*)"
             message = re.sub(said, rf"\1 is \2, but it must be {words}", message)
-        raise RequestError(f"{message}. `{self.prog} --help` says how it is called.")
+        raise RequestError(f"{message}. `{self.prog} --help` shows the usage.")

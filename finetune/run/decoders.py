@@ -1,5 +1,5 @@
-"""Models of another kind than a recipe trains, told by their config.json: an encoder cannot learn to write, and only an
-encoder with a decoder reads one text to write another."""
+"""Refuses models of the wrong kind for a recipe, by their config.json: an encoder cannot learn to generate text, and
+only an encoder-decoder maps one text to another."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from finetune.errors import RequestError, plain
 from finetune.safe_read import read_json_object
 
-# transformers 5.23, models/auto/modeling_auto.py: those that fill in masks, and those that read one text and write
-# another. Some of the first are decoders where their config says so.
+# Models for masked language modelling (transformers 5.23, models/auto/modeling_auto.py). Some are decoders if their
+# config sets is_decoder.
 ENCODERS = frozenset(
     """
     albert bert big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie esm esmc eurobert
@@ -21,10 +21,10 @@ ENCODERS = frozenset(
     """.split()
 )
 
-# Encoders with a decoder that have a class of classifiers (the same file, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING).
+# Encoder-decoders that have a classifier class (the same file, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING).
 CLASSIFYING = frozenset("bart bigbird_pegasus led mbart mt5 mvp plbart t5 t5gemma t5gemma2 umt5".split())
 
-# By the end of an architecture's name, who trains it.
+# The end of an architecture's name -> the recipe that trains it.
 RECIPES = {
     "ForSequenceClassification": "recipes/seq_cls.py, and recipes/preference.py --loss reward",
     "ForTokenClassification": "recipes/token_cls.py",
@@ -39,40 +39,39 @@ JUDGES = tuple(RECIPES)[:4]
 
 
 def recipe_for(architectures: Sequence[str]) -> str:
-    """Who trains a checkpoint whose config.json names these; "" where nobody is known to."""
+    """The recipe for a checkpoint whose config.json names these architectures; "" if none is known."""
     return next((recipe for end, recipe in RECIPES.items() if architectures and architectures[0].endswith(end)), "")
 
 
 def refuse_no_language_model(read: Callable[[str], Any], said: str) -> None:
-    """Raises RequestError for a model that does not predict the token after those it sees; `read` and `said` as in
-    `refuse_encoder`."""
+    """Raises RequestError for a model that is not a causal language model; `read` and `said` as in `refuse_encoder`."""
     refuse_encoder(read, said)
     _refuse_judge(read, said)
 
 
 def refuse_no_rewriter(read: Callable[[str], Any], said: str) -> None:
-    """Likewise for one that does not make one text of another."""
+    """Raises RequestError for a model that is not a sequence-to-sequence model."""
     refuse_one_sided(read, said)
     _refuse_judge(read, said)
 
 
 def _refuse_judge(read: Callable[[str], Any], said: str) -> None:
-    """Of a classifier the language-model head is not saved, or was not trained."""
+    """Raises RequestError for a classifier: its language-model head is not saved, or was not trained."""
     names = _architectures(read)
     if names and all(name.endswith(JUDGES) for name in names):
         raise RequestError(
-            f"{said}: its config.json is of a {names[0]}, which has no language-model head: it would be drawn at "
+            f"{said}: its config.json is that of a {names[0]}, which has no language-model head: the head would be "
             f"random. Give the language model that it was made from; a {names[0]} is for {recipe_for(names)}."
         )
 
 
 def refuse_no_classifier(read: Callable[[str], Any], said: str) -> None:
-    """Likewise for a teacher of classes that has no head for them."""
+    """Raises RequestError for a teacher of a classifier that has no classification head."""
     refuse_writer(read, said)
     names = _architectures(read)
     if names and not any(name.endswith("ForSequenceClassification") for name in names):
         raise RequestError(
-            f"{said}: its config.json is of a {names[0]}, which has no classification head: it would be drawn at "
+            f"{said}: its config.json is that of a {names[0]}, which has no classification head: the head would be "
             "random. Give a model that was trained on these labels (recipes/seq_cls.py trains one)."
         )
 
@@ -83,50 +82,50 @@ def _architectures(read: Callable[[str], Any]) -> list[str]:
 
 
 def refuse_encoder(read: Callable[[str], Any], said: str) -> None:
-    """Raises RequestError for a model that is none for this task; `read` gives the values of its config by name, None
-    for what is not there, and `said` is how it was asked for."""
+    """Raises RequestError for an encoder or an encoder-decoder; `read` returns the values of its config by name, None
+    for missing ones, and `said` is how the model was asked for."""
     kind = str(read("model_type"))
     if kind in ENCODERS and not read("is_decoder"):
         raise RequestError(
-            f"{said}: its config.json is of an encoder ({kind}), whose tokens see those after them: it would learn to "
-            "copy what it is to predict, and write nothing. Give a decoder (Llama, Qwen, GPT-2, ...); an encoder is "
-            "for recipes/seq_cls.py and recipes/token_cls.py."
+            f"{said}: its config.json is that of an encoder ({kind}), whose tokens see those after them: it would "
+            "learn to copy what it should predict, and generate nothing. Give a decoder (Llama, Qwen, GPT-2, ...); an "
+            "encoder is for recipes/seq_cls.py and recipes/token_cls.py."
         )
     if read("is_encoder_decoder"):
         raise RequestError(
-            f"{said}: its config.json is of an encoder with a decoder ({kind}), which reads one text and writes "
+            f"{said}: its config.json is that of an encoder with a decoder ({kind}), which maps one text to "
             "another: that is for recipes/seq2seq.py. Give a decoder (Llama, Qwen, GPT-2, ...)."
         )
 
 
 def refuse_one_sided(read: Callable[[str], Any], said: str) -> None:
-    """Likewise for a model that has not both sides, an encoder and a decoder."""
+    """Raises RequestError for a model that does not have both an encoder and a decoder."""
     kind = str(read("model_type"))
     if read("is_encoder_decoder"):
         return
     is_encoder = kind in ENCODERS and not read("is_decoder")
     what, recipe = ("an encoder", "recipes/seq_cls.py and recipes/token_cls.py") if is_encoder else (
-        "a decoder, or of a model that reads no text", "recipes/causal_lm.py"
+        "a decoder, or of a model that does not read text", "recipes/causal_lm.py"
     )  # fmt: skip
     raise RequestError(
-        f"{said}: its config.json is of {what} ({kind}), and one text is made of another by an encoder with a decoder "
-        f"(T5, BART, Pegasus, Marian, ...). Give such a model; a {kind} is for {recipe}."
+        f"{said}: its config.json is that of {what} ({kind}), but mapping one text to another takes an encoder with a "
+        f"decoder (T5, BART, Pegasus, Marian, ...). Give such a model; a {kind} is for {recipe}."
     )
 
 
 def refuse_writer(read: Callable[[str], Any], said: str) -> None:
-    """Likewise for an encoder with a decoder that transformers has no classifier of."""
+    """Raises RequestError for an encoder-decoder that has no classifier in transformers."""
     kind = str(read("model_type"))
     if read("is_encoder_decoder") and kind not in CLASSIFYING:
         raise RequestError(
-            f"{said}: its config.json is of an encoder with a decoder ({kind}), of which transformers has no "
+            f"{said}: its config.json is that of an encoder with a decoder ({kind}), for which transformers has no "
             "classifier: it is for recipes/seq2seq.py. Give an encoder (DistilBERT, RoBERTa, ...)."
         )
 
 
 def look_at_model(run: Any) -> None:
-    """Raises RequestError as loading the model would, by a folder's config.json, for one that the run's task is not
-    for; likewise for its teacher, which must have the head of the task."""
+    """Raises RequestError, as loading the model would, if a folder's config.json does not fit the run's task; also for
+    the teacher, which must have the task's head."""
     _look(run, "model_name_or_path", run.task.refuses)
     _look(run, "teacher", run.task.refuses_teacher or run.task.refuses)
 

@@ -1,5 +1,5 @@
-"""Which engine trains: DeepSpeed and with which config, FSDP, or neither. Flags, launcher and `accelerate` decide. And
-what the rules for DeepSpeed configs are told of a run."""
+"""Which engine trains: DeepSpeed and with which config, FSDP, or neither. Flags, launcher and `accelerate` decide. Also
+the context of a run that the rules for DeepSpeed configs get."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from finetune.errors import RequestError
 from finetune.run.launch import accelerate_uses_deepspeed, accelerate_uses_fsdp
 from finetune.run.run import Run
 
-# What the rules look at, beside the optimizer and the schedule.
+# The flags that the rules read, besides the optimizer and the schedule.
 RULED = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "max_grad_norm", "learning_rate", "adam_beta1"),
     *("adam_beta2", "adam_epsilon", "weight_decay", "max_steps", "warmup_steps", "save_only_model"),
     *("load_best_model_at_end", "report_to", "bf16_full_eval", "fp16_full_eval"),
 )
-# Their defaults are nobody's wish, and a section of the config may say otherwise.
+# The rules see these only if given: a section of the config may override their defaults.
 ONLY_IF_GIVEN = ("optim", "lr_scheduler_type")
-# deepspeed 0.19.8, autotuning/scheduler.py, run_experiment; its log repeats the line that has "error" in it. A trial
-# ends by `exit()` inside a step, on each rank by itself (runtime/engine.py, forward and _autotuning_exit).
+# deepspeed 0.19.8, autotuning/scheduler.py, run_experiment; its log repeats the line that contains "error". A trial
+# ends with `exit()` inside a step, on each rank separately (runtime/engine.py, forward and _autotuning_exit).
 TRIAL = (
-    "--deepspeed_config is a config in base64, as `deepspeed --autotuning` gives to its trials. It cannot try recipes: "
-    "DeepSpeed ends the process in the midst of a step. `finetune plan RUN.yaml --autotune 5` tries the best layouts "
+    "--deepspeed_config is a config in base64, as `deepspeed --autotuning` gives to its trials. It cannot tune "
+    "recipes: DeepSpeed ends the process inside a step. `finetune plan RUN.yaml --autotune 5` tries the best layouts "
     "of a run, and `finetune bench GRID.yaml` measures a grid. For a run, give the path of a JSON file."
 )
 
 
 def deepspeed_by_accelerate(run: Run) -> bool:
-    """Whether `accelerate launch` has set DeepSpeed up for this run. The environment alone does not tell: where a run
-    has DeepSpeed by a flag, `start` sets the same variable for the libraries."""
+    """Whether `accelerate launch` has set up DeepSpeed for this run. The environment alone does not tell: if a flag
+    asks for DeepSpeed, `start` sets the same variable for the libraries."""
     return run.launch.launcher == "accelerate" and accelerate_uses_deepspeed()
 
 
@@ -47,9 +47,10 @@ def fsdp_by_accelerate(run: Run) -> bool:
 
 
 def settle_engine(run: Run) -> Run:
-    """The run with the engine that its launch and flags make, so that its record repeats it. Raises RequestError."""
+    """The run with the engine that its launch and flags choose, so that its record reproduces it. Raises
+    RequestError."""
     faults, found = [], []
-    for one in (fsdp_of, deepspeed_config_of):  # what is wrong with both is said at once
+    for one in (fsdp_of, deepspeed_config_of):  # report the errors of both at once
         try:
             found.append(one(run))
         except RequestError as error:
@@ -85,12 +86,12 @@ def _asked_fsdp(run: Run) -> Any:
 
 
 def fsdp_of(run: Run) -> Any:
-    """What --fsdp says: None, True, or words of the Trainer's older form. Raises RequestError where it cannot be."""
+    """The value of --fsdp: None, True, or the Trainer's older string form. Raises RequestError if it cannot work."""
     asked = _asked_fsdp(run)
     if asked and run.launch.world_size == 1:
         raise RequestError(
-            f"{run.said('fsdp')}, which shards over several ranks, and this is one. Drop it, or launch with `torchrun "
-            "--nproc_per_node N`."
+            f"{run.said('fsdp')}, which shards over several ranks, but this is one. Drop it, or launch with "
+            "`torchrun --nproc_per_node N`."
         )
     if (asked or fsdp_by_accelerate(run)) and not run.value("do_train"):
         fsdp = run.said("fsdp") if asked else "accelerate launch asks for FSDP"
@@ -101,8 +102,8 @@ def fsdp_of(run: Run) -> Any:
 def deepspeed_config_of(run: Run) -> str | None:
     """The DeepSpeed config of the run, a shipped name or a path, or None for a run without DeepSpeed.
 
-    --deepspeed or --deepspeed_config name a shipped config or a path; `none` switches it off. The deepspeed launcher
-    uses zero2 by default, plain python and torchrun nothing. Under `accelerate launch` the choice is in its own config.
+    --deepspeed or --deepspeed_config name a shipped config or a path; `none` turns it off. The deepspeed launcher
+    defaults to zero2, plain python and torchrun to none. Under `accelerate launch`, its own config decides.
     """
     launch = run.launch
     flag = "deepspeed" if run.value("deepspeed") else "deepspeed_config"
@@ -116,7 +117,7 @@ def deepspeed_config_of(run: Run) -> str | None:
         return None
     if by_accelerate and asked:
         raise RequestError(
-            f"{said}, but accelerate launch already sets DeepSpeed up. Drop --{flag}, or launch with `deepspeed` or "
+            f"{said}, but accelerate launch already sets up DeepSpeed. Drop --{flag}, or launch with `deepspeed` or "
             "`torchrun` instead."
         )
     if by_accelerate:
@@ -124,11 +125,11 @@ def deepspeed_config_of(run: Run) -> str | None:
     if run.stages is not None:
         if by_accelerate:
             raise RequestError(
-                "accelerate launch sets DeepSpeed up for the Trainer, and a pipeline has an engine of its own. Launch "
-                "with `deepspeed` or `torchrun`, or by an accelerate config without DeepSpeed."
+                "accelerate launch sets up DeepSpeed for the Trainer, but a pipeline has its own engine. Launch "
+                "with `deepspeed` or `torchrun`, or with an accelerate config without DeepSpeed."
             )
         if asked == "none":
-            raise RequestError(f"{said}, but a pipeline is DeepSpeed's. Drop it, or {run.without_pipeline}.")
+            raise RequestError(f"{said}, but a pipeline needs DeepSpeed. Drop it, or {run.without_pipeline}.")
         if not run.value("do_train"):
             raise RequestError(
                 f"{run.said('do_train')}, but a pipeline run trains. To evaluate its folder, {run.without_pipeline}."
@@ -146,13 +147,13 @@ def deepspeed_config_of(run: Run) -> str | None:
 
 
 def stated_precision(asked: str | None) -> dict[str, bool]:
-    """What a DeepSpeed config says of `bf16` and `fp16` in so many words; empty where it leaves them to the run."""
+    """The `bf16` and `fp16` that a DeepSpeed config states explicitly; empty if it leaves them to the run."""
     if not asked:
         return {}
     try:
         config = Config(parse(read(find_config(asked))).value)
     except NotJsonError:
-        return {}  # which is said when the config is loaded
+        return {}  # reported when the config is loaded
     found = {name: config.get(f"{name}.enabled") for name in ("bf16", "fp16")}
     return {name: value for name, value in found.items() if isinstance(value, bool)}
 
@@ -164,8 +165,8 @@ def context_of(
     gpu_capability: tuple[int, int] | None = None,
     **others: Any,
 ) -> Context:
-    """What the rules are told of a run. `precision` has the Trainer's bf16 and fp16, where they are known; `others` are
-    fields of Context that a run does not say."""
+    """The context of a run for the rules. `precision`: the Trainer's bf16 and fp16, as far as known; `others`: fields
+    of Context that a run does not determine."""
     launch = run.launch
     arguments = {name: run.value(name) for name in RULED} | dict(precision)
     arguments |= {name: run.given[name] for name in ONLY_IF_GIVEN if name in run.given}
@@ -184,14 +185,14 @@ def context_of(
 
 
 def load_deepspeed(run: Run, asked: str, context: Context) -> Loaded:
-    """Read and check the config for this run. Raises RequestError with all that is wrong with it."""
+    """Read and check the config for this run. Raises RequestError with all its errors."""
     found = load(asked, context, run.value("disable_check") or ())
     refuse_batch_search(run, found.config, found.name)
     return found
 
 
 def refuse_unused_disk(run: Run, config: Mapping[str, Any], name: str) -> None:
-    """--nvme_path goes into a config that offloads to a disk and names no folder of its own. Raises RequestError."""
+    """Raises RequestError unless --nvme_path is used: it fills a config that offloads to a disk and names no folder."""
     used = [section.get("nvme_path") for section in on_disk(config)]
     asked = run.value("nvme_path")
     file, *files = (run.source(name).rpartition(" line ")[0] for name in ("nvme_path", "deepspeed", "deepspeed_config"))
@@ -202,6 +203,7 @@ def refuse_unused_disk(run: Run, config: Mapping[str, Any], name: str) -> None:
 
 
 def refuse_batch_search(run: Run, config: Mapping[str, Any], name: str) -> None:
-    """As transformers 5.23 does once the model is there (trainer.py, create_accelerator_and_postprocess)."""
+    """Raises RequestError early; transformers 5.23 would after loading the model (trainer.py,
+    create_accelerator_and_postprocess)."""
     if run.value("auto_find_batch_size") and (config.get("zero_optimization") or {}).get("stage") == 3:
         raise RequestError(f"{run.said('auto_find_batch_size')}, which ZeRO-3 ({name}) cannot do. Drop it.")

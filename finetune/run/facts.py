@@ -1,5 +1,5 @@
-"""What a run comes to once its model and its machine are known: tokens, precision, recomputing, the loss in chunks.
-Recipes train by these functions, and `finetune plan` counts by them."""
+"""What follows once a run's model and machine are known: tokens, precision, activation checkpointing, the chunked loss.
+Recipes train with these values, and `finetune plan` computes with them."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from finetune.run.sizes import gptlite_shape
 from finetune.safe_read import read_json_object
 
 NO_LIMIT = 10**9
-# The flag that says how many tokens a sample has: the most that a recipe takes unasked, the least, and why no less.
+# The flag that sets how many tokens a sample has: the largest default, the minimum, and why no less.
 TOKENS = {
     "max_seq_length": (512, LEAST_TOKENS, "which leaves no room for text"),
     "block_size": (1024, LEAST_BLOCK, "and there is nothing to predict"),
     "max_source_length": (512, LEAST_BLOCK, "which leaves no room for text"),
     "max_target_length": (128, LEAST_BLOCK, "which leaves no room for text"),
 }
-# RoBERTa's family keeps two positions for itself (padding_idx + 1).
+# RoBERTa's family reserves two positions (padding_idx + 1).
 RESERVED = dict.fromkeys(("roberta", "xlm-roberta", "camembert", "longformer"), 2)
-OF_DTYPE = {"bfloat16": "bf16", PURE: "bf16", "float16": "fp16", "float32": "fp32"}  # of --dtype, the precision
-LEAST_SIDE, MOST_SIDE = 32, 224  # pixels of pictures for a model from scratch, unless --image_size says otherwise
+OF_DTYPE = {"bfloat16": "bf16", PURE: "bf16", "float16": "fp16", "float32": "fp32"}  # --dtype -> precision
+LEAST_SIDE, MOST_SIDE = 32, 224  # pixels of images for a model from scratch, unless --image_size says otherwise
 # Rows of logits at a time. On two CPU cores 512 rows were fastest at a vocabulary of 50,304 (3.3 s against 16 s with
 # torch's own choice); on a GPU a chunk should hold enough rows to fill it.
 CHUNK_TOKENS = {"cpu": 512, "cuda": 2048}
-LARGE_VOCABULARY = 8_192  # below, all logits are small beside the activations, and plain cross entropy is faster
+LARGE_VOCABULARY = 8_192  # below this, logits are small compared to activations, and plain cross entropy is faster
 
 
 def positions_of(read: Callable[[str], Any]) -> int:
-    """How many tokens a model can read; `read` gives the values of its config by name, None for what is not there. A T5
-    has positions that are relative, and no last one, whatever its config's n_positions says of its training."""
+    """How many tokens a model can read; `read` returns the values of its config by name, None for missing ones. T5's
+    positions are relative and unlimited; its config's n_positions only describes its training."""
     if read("relative_attention_num_buckets") and read("is_encoder_decoder"):
         return NO_LIMIT
     positions = read("max_position_embeddings") or read("n_positions")
@@ -43,16 +43,16 @@ def positions_of(read: Callable[[str], Any]) -> int:
 
 
 def tokens_flag(run: Run) -> str | None:
-    """The one of `TOKENS` that the run's recipe has; None where samples are no text."""
+    """The flag in `TOKENS` that the run's recipe has; None if samples are not text."""
     return next((name for name in TOKENS if name in run.recipe.flags), None)
 
 
 def check_scratch(run: Run) -> None:
-    """Raises RequestError for a model from scratch that cannot be, or that reads fewer tokens than are asked for."""
+    """Raises RequestError for an impossible model from scratch, or one that reads fewer tokens than are asked for."""
     flag = tokens_flag(run)
     if flag is None or run.value("model_name_or_path"):
         return
-    asked, positions, otherwise = run.value(flag), NO_LIMIT, "."  # an encoder from scratch has as many as are asked for
+    asked, positions, otherwise = run.value(flag), NO_LIMIT, "."  # an encoder from scratch has as many as requested
     if flag == "block_size":
         said = f"--config_overrides ({run.source('config_overrides')})"
         shape = gptlite_shape(run.value("model_size"), run.value("config_overrides"), said)
@@ -64,8 +64,8 @@ def check_scratch(run: Run) -> None:
 def tokens_of(
     flag: str, asked: int | None, positions: int, most: int = NO_LIMIT, otherwise: str = ".", source: str = ""
 ) -> int:
-    """Tokens of a sample, at most: as `asked` for by `flag`, else what the model reads within reason. `most` is what
-    its tokenizer makes unasked, `otherwise` the end of the error for more than the model reads. Raises RequestError."""
+    """Maximum tokens of a sample: as `asked` for by `flag`, else what the model reads, up to a default. `most` is the
+    tokenizer's own limit, `otherwise` the end of the error for more than the model reads. Raises RequestError."""
     default, least, why = TOKENS[flag]
     length = min(positions, default, most) if asked is None else asked
     if length > positions:
@@ -78,7 +78,7 @@ def tokens_of(
 
 
 def loss_chunk_tokens(asked: int | None, vocab_size: int, device: str) -> int:
-    """Rows of logits at a time that a causal language model's loss is to be computed in; 0 for all at once. `device` is
+    """How many rows of logits a causal language model's loss is computed on at a time; 0 for all at once. `device` is
     "cpu" or "cuda"."""
     if asked is None and vocab_size >= LARGE_VOCABULARY:
         return CHUNK_TOKENS.get(device, CHUNK_TOKENS["cuda"])
@@ -88,13 +88,13 @@ def loss_chunk_tokens(asked: int | None, vocab_size: int, device: str) -> int:
 def precision_flags(
     run: Run, stated: Mapping[str, bool], fastest: Callable[[], str], by_deepspeed: bool
 ) -> dict[str, bool]:
-    """The Trainer's `bf16` and `fp16`: as asked for by flag, or `stated` in the DeepSpeed config, or as --dtype has it,
-    or the `fastest` that trains well, "bf16", "fp16" or "fp32". Raises RequestError where --dtype is of another
-    precision than the run computes in."""
+    """The Trainer's `bf16` and `fp16`: as given by flag, or `stated` in the DeepSpeed config, or as --dtype implies, or
+    the `fastest` that trains well, "bf16", "fp16" or "fp32". Raises RequestError if --dtype does not match the
+    precision that the run computes in."""
     asked = {name: run.given[name] for name in ("bf16", "fp16") if name in run.given} or stated
     implied = OF_DTYPE.get(str(run.value("dtype")))
     if implied == "fp32" and not (by_deepspeed and run.value("use_peft")):
-        implied = None  # weights in fp32 are computed with in any precision
+        implied = None  # a run can compute in any precision with fp32 weights
     best = implied or ("" if asked else fastest())
     found = {"bf16": best == "bf16", "fp16": best == "fp16"}
     if not asked:
@@ -102,16 +102,16 @@ def precision_flags(
     flags = {"bf16": False, "fp16": False} | {name: bool(value) for name, value in asked.items()}
     if implied and flags != found:
         here = next((name for name, value in flags.items() if value), "fp32")
-        why = "DeepSpeed keeps weights as it computes with them" if by_deepspeed else "such weights are for such a run"
+        why = "DeepSpeed keeps weights in that precision" if by_deepspeed else "such weights need the same precision"
         raise RequestError(f"{run.said('dtype')}, but the run computes in {here}: {why}. Drop one of them.")
     return flags
 
 
 def check_sharded(run: Run) -> None:
-    """Of a run under ZeRO-3 or FSDP. Raises RequestError for an adapter that needs its base's weights whole."""
+    """For a run under ZeRO-3 or FSDP. Raises RequestError for an adapter that needs unsharded base weights."""
     whole = {
-        "load_in_4bit": "packed weights would be cut into pieces without the scales that belong to them",
-        "lora_use_dora": "it reads each frozen weight when its layer has handed it back",
+        "load_in_4bit": "quantized weights would be split without the scales that belong to them",
+        "lora_use_dora": "it reads each frozen weight after its layer has released it",
     }
     for name, why in whole.items():
         if run.value("use_peft") and run.value(name):
@@ -122,8 +122,8 @@ def check_sharded(run: Run) -> None:
 
 
 def base_dtype(run: Run, bf16: bool, has_adapter: bool = False) -> str:
-    """What the weights of a named model are loaded as: "bfloat16", "float16" or "float32". Those that are trained are
-    in fp32 unless another is asked for (`optimizer.dtype_mistakes`). `has_adapter`: what is named is one."""
+    """The dtype to load a named model's weights in: "bfloat16", "float16" or "float32". Trained weights are in fp32
+    unless another dtype is asked for (`optimizer.dtype_mistakes`). `has_adapter`: the named model is an adapter."""
     asked = "bfloat16" if run.value("dtype") == PURE else str(run.value("dtype") or "auto")
     if asked != "auto":
         return asked
@@ -131,8 +131,8 @@ def base_dtype(run: Run, bf16: bool, has_adapter: bool = False) -> str:
 
 
 def checkpointing_kwargs(run: Run) -> dict[str, Any] | None:
-    """The Trainer's `activation_checkpointing_kwargs`, asked for by this or its older name, or by
-    --activation_checkpoint_interval; None where no activation is computed again."""
+    """The Trainer's `activation_checkpointing_kwargs`, given under this or its older name, or by
+    --activation_checkpoint_interval; None if activations are not recomputed."""
     interval = run.value("activation_checkpoint_interval")
     if not (interval or run.value("activation_checkpointing") or run.value("gradient_checkpointing")):
         return None
@@ -147,11 +147,11 @@ def object_of(run: Run, name: str) -> dict[str, Any] | None:
 
 
 def checkpoint_interval(run: Run) -> int:
-    """Every how many layers activations are computed again; 0 for none."""
+    """Activations are recomputed for every N-th layer; 0 for none."""
     kwargs = checkpointing_kwargs(run)
     return 0 if kwargs is None else int(kwargs.get("every_n_layers", 1))
 
 
 def eval_batch_of(run: Run) -> int:
-    """Samples a rank of an evaluation; 0 for a run without one."""
+    """Evaluation samples per rank and batch; 0 for a run without evaluation."""
     return int(run.value("per_device_eval_batch_size")) if run.value("do_eval") or run.value("do_predict") else 0

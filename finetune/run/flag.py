@@ -1,4 +1,4 @@
-"""One flag: its name, kind, default, help, and how a word or a YAML value is read as its value."""
+"""One flag: its name, kind, default, help, and how a command-line word or a YAML value is parsed."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from typing import Any
 from finetune.run.meanings import nearest_choice
 from finetune.run.range import Range
 
-# What `path` of a flag may say. All but "output" must be there, and are not deleted by
+# Values of a flag's `path`. All but "output" must exist, and are not deleted by
 # --overwrite_output_dir.
 FILE, FOLDER = "file", "folder"
-SHIPPED_YAML = "yaml"  # a file, or the name of a shipped one; the parser has read it by then
+SHIPPED_YAML = "yaml"  # a file, or the name of a shipped one; read by the parser
 NAME_OR_PATH = "name or path"  # a hub id, a shipped name, or a path
-METRIC = "metric"  # one of ours by name, or a Python file
-TEMPLATE = "template"  # a shipped chat template by name, or a jinja file
-OUTPUT = "output"  # is made where it is missing
-GIVEN = ("*",)  # of `Void`: any value that says something
-MOST = 2**63  # a larger number is a slip of a finger
+METRIC = "metric"  # the name of a built-in metric, or a Python file
+TEMPLATE = "template"  # the name of a shipped chat template, or a jinja file
+OUTPUT = "output"  # created if missing
+GIVEN = ("*",)  # for `Void`: any value that is set
+MOST = 2**63  # a larger number is a typo
 TRUE, FALSE = ("true", "yes", "y", "t", "1", "on"), ("false", "no", "n", "f", "0", "off")
 
 
 @dataclass(frozen=True)
 class Flag:
-    """`kind` is "str", "int", "float", "bool" or "json" (an object, or a word). `many` flags take a list."""
+    """`kind` is "str", "int", "float", "bool" or "json" (an object, or a string). `many` flags take a list."""
 
     name: str
     kind: str
@@ -39,17 +39,17 @@ class Flag:
     choices: tuple[str, ...] = ()
     path: str | None = None
     range: Range | None = None
-    group: type | None = None  # the dataclass that it is a field of; None for the Trainer's
-    pairs: bool = False  # of words such as name=value, which a YAML may write as an object
-    on_resume: str = ""  # a class of on_resume.py
+    group: type | None = None  # the dataclass that it is a field of; None for the Trainer's flags
+    pairs: bool = False  # takes words such as name=value, which a YAML may write as an object
+    on_resume: str = ""  # a class from on_resume.py
 
     def read(self, given: Any) -> Any:
-        """The value that `given` means: words of a command line (a list of texts) or a value of YAML. Raises ValueError
-        with what is wrong."""
+        """Parse words of a command line (a list of strings) or a YAML value. Raises ValueError that says what is
+        wrong."""
         if isinstance(given, dict) and self.pairs:
             given = [f"{name}={value}" for name, value in given.items()]
         if isinstance(given, dict) and self.kind != "json":
-            raise ValueError("must be a plain value, and this is an object")
+            raise ValueError("must be a plain value, but this is an object")
         if self.many:
             return [self._one(item) for item in (given if isinstance(given, list) else [given])]
         if isinstance(given, list):
@@ -67,7 +67,7 @@ class Flag:
             return READERS[self.kind](given)
         text = str(given)
         if self.choices and text not in self.choices:
-            if isinstance(given, bool) or text.lower() in (*TRUE, *FALSE):  # YAML 1.1 takes no and off for False
+            if isinstance(given, bool) or text.lower() in (*TRUE, *FALSE):  # YAML 1.1 reads no and off as False
                 meant = [word for word in self.choices if word in (TRUE if str(given).lower() in TRUE else FALSE)]
                 if meant:
                     return meant[0]
@@ -90,7 +90,7 @@ def _float(given: Any) -> float:
         found = math.nan
     if math.isnan(found):
         raise ValueError("must be a number")
-    return found  # infinity, too: a norm that is measured, and not clipped
+    return found  # may be infinity: a norm that is measured but not clipped
 
 
 def _int(given: Any) -> int:
@@ -104,7 +104,7 @@ def _int(given: Any) -> int:
 
 
 def _whole(given: Any) -> int:
-    """1e3 is a whole number, too."""
+    """Accepts forms such as 1e3, too."""
     try:
         number = _float(given)
     except ValueError:
@@ -124,7 +124,7 @@ def _object(given: Any) -> Any:
 
 
 def _as_number(value: Any) -> Any:
-    """YAML 1.1 reads 1e-5 as a text."""
+    """YAML 1.1 reads 1e-5 as a string."""
     if isinstance(value, str) and EXPONENT.fullmatch(value):
         return float(value)
     return value
@@ -145,7 +145,7 @@ def flag(
     range: Range | None = None,
     pairs: bool = False,
 ) -> Any:
-    """A field of a dataclass of flags: all that there is to say of one, but its name and type."""
+    """A field of a dataclass of flags, with everything about the flag except its name and type."""
     metadata = {
         "help": help,
         "on_resume": on_resume,
@@ -158,7 +158,7 @@ def flag(
 
 
 def flags_of(groups: Sequence[type]) -> tuple[Flag, ...]:
-    """Those of dataclasses, whose fields are made by `flag`."""
+    """The flags of dataclasses whose fields are made by `flag`."""
     found = []
     for group in groups:
         hints = typing.get_type_hints(group)
@@ -169,7 +169,7 @@ def flags_of(groups: Sequence[type]) -> tuple[Flag, ...]:
 
 
 def kind_of(hint: Any) -> tuple[str, bool]:
-    """The kind of a type such as `int | None`, or of the items of a list; and whether it is a list's."""
+    """The kind of a type such as `int | None`, or of a list's items; and whether it is a list."""
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     options = tuple(option for option in options if option is not type(None))
     if lists := [option for option in options if typing.get_origin(option) is list]:
@@ -182,8 +182,8 @@ def kind_of(hint: Any) -> tuple[str, bool]:
 
 @dataclass(frozen=True)
 class Void:
-    """`flags` do nothing where `by` has one of `values`, unless one of `unless` is on. Where nobody said `by`, they
-    ask for what it `implies`; without that, for what `mend` says."""
+    """`flags` do nothing if `by` has one of `values`, unless one of `unless` is on. If `by` is not given, they set it
+    to `implies`; without `implies`, it is an error, and `mend` is the fix."""
 
     flags: tuple[str, ...]
     by: str
@@ -191,4 +191,4 @@ class Void:
     mend: str = "Drop it."
     implies: Any = None
     unless: tuple[str, ...] = ()
-    spares_defaults: bool = False  # a YAML for other data may say them
+    spares_defaults: bool = False  # default values are allowed, as in a YAML for other data

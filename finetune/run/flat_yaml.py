@@ -1,4 +1,4 @@
-"""A recipe's YAML: one flag and its value in a line. Light, for `finetune check` reads it too."""
+"""A recipe's YAML: one flag and its value per line. Imports nothing heavy, because `finetune check` reads it too."""
 
 from __future__ import annotations
 
@@ -12,27 +12,31 @@ from finetune.errors import RequestError
 from finetune.safe_read import SAFE_LOADER, is_plain_file, read_bounded, read_yaml
 from finetune.shipped import DS_CONFIGS, config, files
 
-OF_DEEPSPEED = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}  # keys that no recipe has
+OF_DEEPSPEED = {
+    "zero_optimization",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+}  # keys that only DeepSpeed configs have
 FLAGS = "flat `flag: value` lines"
-MOST = 1_000  # lines of a file: recipes have 150 flags, and each unknown one is compared with all
+MOST = 1_000  # lines in a file: recipes have 150 flags, and each unknown one is compared with all of them
 
 
 class _OneOfEach(yaml.SafeLoader):
-    """A key that is there twice is a mistake; YAML's own loader takes the last."""
+    """Refuses duplicate keys; YAML's own loader silently takes the last."""
 
-    said_elsewhere: Any = None  # the node whose keys are looked at by others
+    said_elsewhere: Any = None  # the node whose keys are checked elsewhere
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen: set[Any] = set()
         for key, _ in node.value if node is not self.said_elsewhere else ():
             if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"{key.value!r} is there twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"{key.value!r} appears twice", problem_mark=key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
 class _Lines(_OneOfEach):
-    """But for the lines of the file itself."""
+    """Allows duplicate keys at the top level of the file."""
 
     def construct_document(self, node: Any) -> Any:
         self.said_elsewhere = node
@@ -40,8 +44,8 @@ class _Lines(_OneOfEach):
 
 
 def read_flat_yaml_lines(name: str) -> list[tuple[str, Any, int]]:
-    """The file of --config as `read_flat_yaml` reads it: each line's key, its value and its number, from 1. A key may
-    be there twice."""
+    """The file of --config as `read_flat_yaml` reads it: each line's key, value and number, from 1. A key may appear
+    twice."""
     read_flat_yaml(name, loader=_Lines)
     node: Any = yaml.compose(read_bounded(config(name)), Loader=SAFE_LOADER)
     made = yaml.constructor.SafeConstructor()
@@ -54,14 +58,14 @@ def read_flat_yaml_lines(name: str) -> list[tuple[str, Any, int]]:
 def read_flat_yaml(
     name: str, said: str | None = None, holds: str = FLAGS, loader: type[yaml.SafeLoader] = _OneOfEach
 ) -> dict[str, Any]:
-    """The file's lines. Raises RequestError, with line and column, for what is no such file; `said` is how it was asked
-    for, other than by --config, and `holds` what belongs into it."""
+    """The file's keys and values. Raises RequestError, with line and column, for an invalid file; `said` is how it was
+    asked for, if not by --config, and `holds` what the file should contain."""
     path, said = config(name), said or f"--config is {name!r} (command line)"
     if os.path.isdir(path):
         raise RequestError(f"{said}, but that is a folder. Give a YAML in it.")
     shipped = DS_CONFIGS / f"{name}.json"
     if holds == FLAGS and "/" not in name and not path.exists() and shipped.is_file():
-        raise RequestError(f"{said}, but that is a DeepSpeed config. Say --deepspeed {name}.")
+        raise RequestError(f"{said}, but that is a DeepSpeed config. Use --deepspeed {name}.")
     if not is_plain_file(path):
         what = "is not a regular file" if os.path.exists(path) else "there is no such file"
         near = difflib.get_close_matches(path.stem, files("configs/*.yaml"), 1) if holds == FLAGS else []
@@ -69,9 +73,9 @@ def read_flat_yaml(
         raise RequestError(f"{said}: cannot be read ({what}). {hint}Give the path of a YAML file.")
     content = read_yaml(path, name, loader)
     if holds == FLAGS and isinstance(content, dict) and isinstance(content.get("grid"), list):
-        raise RequestError(f"{name}: is a grid, which `finetune bench {name}` runs, and no recipe's YAML.")
+        raise RequestError(f"{name}: is a grid for `finetune bench {name}`, not a recipe's YAML.")
     if holds == FLAGS and isinstance(content, dict) and OF_DEEPSPEED & content.keys():
-        raise RequestError(f"{said}, but that is a DeepSpeed config. Say --deepspeed {name}.")
+        raise RequestError(f"{said}, but that is a DeepSpeed config. Use --deepspeed {name}.")
     if not isinstance(content, dict):
         found = "is empty" if content is None else f"holds a {type(content).__name__}"
         raise RequestError(f"{name}: must hold {holds}, but {found}.")

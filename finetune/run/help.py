@@ -1,4 +1,4 @@
-"""`recipes/X.py --help`: what people look for first, then the recipe's own flags, then the Trainer's."""
+"""`recipes/X.py --help`: common flags first, then the recipe's own flags, then the Trainer's."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ COMMON = (
     *("max_steps", "learning_rate", "bf16", "deepspeed", "pipeline_parallel_size", "resume", "report_to", "seed"),
 )
 CLOSING = """A list takes several words (--report_to wandb tensorboard), and --flag alone means True.
---config takes a YAML of the same flags, which the command line overrules."""
-BY_MACHINE = ("bf16", "fp16")  # chosen where nobody asks
+--config takes a YAML of the same flags; the command line overrides it."""
+BY_MACHINE = ("bf16", "fp16")  # chosen automatically by default
 INDENT, COLUMN = "  ", 34
 
 
 def help_of(recipe: Recipe, about: str | None) -> str:
-    """The text; `about` is the docstring of the recipe's file."""
+    """The help text; `about` is the docstring of the recipe's file."""
     flags = dict(recipe.flags)
     common = [flags.pop(name) for name in COMMON if name in flags]
     parts = [(about or recipe.script).strip(), _section("Common flags", recipe, common)]
@@ -28,7 +28,7 @@ def help_of(recipe: Recipe, about: str | None) -> str:
         own = [flags.pop(flag.name) for flag in recipe.own_flags if flag.group is group and flag.name in flags]
         title = (group.__doc__ or group.__name__).strip().splitlines()[0]
         parts += [_section(title, recipe, own)] if own else []
-    parts.append(_section("The Trainer's (transformers.TrainingArguments)", recipe, list(flags.values())))
+    parts.append(_section("Trainer flags (transformers.TrainingArguments)", recipe, list(flags.values())))
     parts.append(CLOSING)
     return "\n\n".join(parts)
 
@@ -45,7 +45,7 @@ def _entry(flag: Flag, recipe: Recipe) -> str:
     if flag.kind == "bool" and default is True and flag.default is True:
         shown = f" (default: True; --no_{flag.name} for False)"
     if flag.name in recipe.scratch_defaults:
-        shown = f" (default: {default}; of a model from scratch {recipe.scratch_defaults[flag.name]})"
+        shown = f" (default: {default}; for a model from scratch {recipe.scratch_defaults[flag.name]})"
     head = f"{INDENT}--{flag.name}{words}"
     width = max(60, min(120, shutil.get_terminal_size().columns))
     body = textwrap.wrap(f"{flag.help}{choices}{shown}", width - COLUMN) or [""]

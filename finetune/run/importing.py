@@ -1,4 +1,4 @@
-"""What holds while a recipe imports the stack, from its command line to `start`. Never imports torch."""
+"""Speeds up a recipe's imports, from its command line to `start`. Never imports torch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ EAGER = "TORCHDYNAMO_DISABLE"
 
 
 def begin_imports(run: Run) -> None:
-    """To be called by a process that is ours alone; a notebook's is not.
+    """Call it only in a process of our own, not in a notebook.
 
-    Nothing that a library's import makes is garbage before the process ends. Python would look through it again and
-    again.
+    Objects made by importing a library live until the process ends, but the garbage collector would scan them again
+    and again.
 
-    Where bitsandbytes is installed, peft brings it in and transformers' Trainer peft. It wraps four of its functions
-    in `torch.compile`, for which torch imports all of Inductor (bitsandbytes 0.50, backends/default/ops.py,
-    _try_torch_compile). torch leaves them as they are where this variable is set. They serve quantized weights and
-    optimizers, of which this run must have none.
+    If bitsandbytes is installed, transformers' Trainer imports peft, and peft imports bitsandbytes. It wraps four of
+    its functions in `torch.compile`, for which torch imports all of Inductor (bitsandbytes 0.50,
+    backends/default/ops.py, _try_torch_compile). With this variable set, torch leaves them uncompiled. Only quantized
+    weights and optimizers use them, so the variable is set only for runs without these.
     """
     gc.disable()
     if not uses_bitsandbytes(run) and EAGER not in os.environ:
@@ -28,7 +28,7 @@ def begin_imports(run: Run) -> None:
 
 
 def end_imports() -> None:
-    """To be called in `start`, before any work. What has been imported is left out of all later collections, too."""
+    """Call it in `start`, before any work. The garbage collector also ignores the imported objects from here on."""
     while _set:
         del os.environ[_set.pop()]
     if not gc.isenabled():
@@ -37,7 +37,7 @@ def end_imports() -> None:
 
 
 def uses_bitsandbytes(run: Run) -> bool:
-    """Whether weights or optimizer may be quantized: a quantized checkpoint trains by an adapter alone."""
+    """Whether weights or optimizer may be quantized: a quantized checkpoint can only train an adapter."""
     optimizer = str(run.value("optim") or "")
     return bool(run.value("use_peft") or run.value("load_in_4bit") or "bit" in optimizer or "bnb" in optimizer)
 

@@ -1,4 +1,4 @@
-"""What a launcher tells its processes. Never imports torch."""
+"""What a launcher tells its processes through the environment. Never imports torch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ON = ("1", "true", "t", "yes", "y", "on")  # accelerate 1.15, utils/environment.
 SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 LAUNCH = (
     "Launch with `torchrun --nproc_per_node N`, `deepspeed` or `accelerate launch`, which set these variables; for a "
-    "run of one process unset them."
+    "single process, unset them."
 )
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Where this process stands among the others. The defaults are those of plain `python`."""
+    """This process's place among the others. The defaults are for plain `python`."""
 
     rank: int = 0
     local_rank: int = 0
@@ -42,17 +42,16 @@ class Launch:
 
     @property
     def tells_of_waiting(self) -> bool:
-        """Of a node's ranks the one that leads, and one of those that wait for it."""
+        """True for a node's leading rank and for one of the ranks that wait for it."""
         return self.local_rank in (0, 1)
 
 
 def read_launch() -> Launch:
-    """From the environment that torchrun, `accelerate launch` and the deepspeed launcher set up. Raises RequestError
-    if the variables do not describe a launch, or if libraries would read another one out of them.
+    """Read the environment that torchrun, `accelerate launch` and the deepspeed launcher set up. Raises RequestError
+    if the variables do not describe a launch, or if libraries would interpret them differently.
 
     deepspeed/launcher/launch.py sets CROSS_SIZE and LOCAL_SIZE. accelerate (1.15, utils/launch.py) always sets its
-    precision, which people also export, and OF_ACCELERATE beside it. All set RANK, but for accelerate's of one
-    process.
+    precision, which people also export, and OF_ACCELERATE with it. All set RANK, except accelerate with one process.
     """
     env = os.environ
     if "RANK" not in env:
@@ -80,7 +79,7 @@ def read_launch() -> Launch:
 
 
 def meeting_faults(launch: Launch) -> Iterator[str]:
-    """What a rank of several lacks to find the others."""
+    """The variables that a rank needs to find the other ranks, if missing or invalid."""
     if "RANK" not in os.environ or launch.world_size == 1:
         return
     lacking = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
@@ -96,7 +95,7 @@ def meeting_faults(launch: Launch) -> Iterator[str]:
 
 
 def own_rank() -> int:
-    """Also where the rest of the environment is of no launch; 0 for a process that must speak for itself."""
+    """This process's rank, even if the other variables describe no launch; 0 for a process that must report itself."""
     rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     is_one_of_many = COUNT.fullmatch(rank) and not (COUNT.fullmatch(world or "1") and int(rank) >= int(world or "1"))
     return int(rank) if is_one_of_many else 0
@@ -112,8 +111,8 @@ def _count(name: str, otherwise: int | None = None) -> int:
 
 
 def _refuse_without_rank() -> None:
-    """Accelerate looks at these for itself, and would wait for ranks of which nothing else here knows (1.15, state.py,
-    _prepare_backend)."""
+    """Accelerate reads these variables without RANK, and would wait for ranks that nothing else here knows of (1.15,
+    state.py, _prepare_backend)."""
     for name in ("LOCAL_RANK", *SIZES):
         told = os.environ.get(name, "")
         if told not in ("", "-1") and not (name in SIZES and told == "1"):
@@ -121,24 +120,24 @@ def _refuse_without_rank() -> None:
 
 
 def accelerate_uses_deepspeed() -> bool:
-    """True under `accelerate launch` with DeepSpeed in its config or flags."""
+    """Whether `accelerate launch` has DeepSpeed in its config or flags."""
     return is_on("ACCELERATE_USE_DEEPSPEED")
 
 
 def accelerate_uses_fsdp() -> bool:
-    """True under `accelerate launch` with FSDP in its config or flags."""
+    """Whether `accelerate launch` has FSDP in its config or flags."""
     return is_on("ACCELERATE_USE_FSDP")
 
 
 def is_on(name: str) -> bool:
-    """Whether accelerate takes this variable of the environment for true."""
+    """Whether accelerate reads this environment variable as true."""
     return os.environ.get(name, "").lower() in ON
 
 
 def free_port() -> int:
-    """A port that nobody has now, below those that Linux gives away by itself (`net.ipv4.ip_local_port_range`).
+    """A port that is free now, below Linux's ephemeral range (`net.ipv4.ip_local_port_range`).
 
-    One of those may be another process's by the time that the launcher takes it, seconds later.
+    An ephemeral port may be taken by another process before the launcher binds it, seconds later.
     """
     while True:
         port = random.SystemRandom().randrange(10_000, 32_768)
@@ -148,8 +147,8 @@ def free_port() -> int:
 
 
 def join_as_single_process() -> None:
-    """Give plain `python` the variables of a launch of one, which DeepSpeed would look for by MPI otherwise. What a
-    shell has left over of another launch would have it wait elsewhere, for others."""
+    """Set the variables of a single-process launch for plain `python`; otherwise DeepSpeed would query MPI. Variables
+    left over from another launch would make it wait elsewhere, for other ranks."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     alone["MASTER_PORT"] = str(free_port())
     os.environ.update(alone)

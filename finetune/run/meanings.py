@@ -1,4 +1,4 @@
-"""What a word that is no flag probably means: by what other tools call it, else by its spelling."""
+"""What an unknown flag probably means, by other tools' names for it, else by its spelling."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from itertools import takewhile
 
 IN_STAGES = ": stages are for recipes/causal_lm_pipeline.py and image_cls.py"
-# What people write, and what it is called here; of several the first that the recipe has. Behind ":" stands what to do
-# where no flag of another name does it.
+# What people write -> its names here; the first that the recipe has is suggested. Text after ":" says what to do if no
+# flag does it.
 MEANINGS: dict[str, tuple[str, ...]] = {
     "accumulation_steps": ("gradient_accumulation_steps",),
     "adapter": ("use_peft",),
@@ -31,7 +31,7 @@ MEANINGS: dict[str, tuple[str, ...]] = {
     "eval_dataset": ("validation_file", "validation_dir"),
     "eval_file": ("validation_file", "validation_dir"),
     "evaluation_strategy": ("eval_strategy",),
-    "fp32": (": say --bf16 False",),
+    "fp32": (": use --bf16 False",),
     "generation_num_beams": ("num_beams",),
     "gas": ("gradient_accumulation_steps",),
     "grad_accum": ("gradient_accumulation_steps",),
@@ -61,7 +61,7 @@ MEANINGS: dict[str, tuple[str, ...]] = {
     "n_epochs": ("num_train_epochs",),
     "no_cuda": ("use_cpu",),
     "num_epochs": ("num_train_epochs",),
-    "num_gpus": (": it belongs to the launcher, before the recipe's name",),
+    "num_gpus": (": it is a flag of the launcher, before the recipe's name",),
     "num_stages": ("pipeline_parallel_size", IN_STAGES),
     "num_steps": ("max_steps",),
     "num_workers": ("dataloader_num_workers",),
@@ -88,31 +88,31 @@ MEANINGS: dict[str, tuple[str, ...]] = {
     "tags_column": ("label_column_name",),
     "target_column": ("target_column_name",),
     "teacher": (": a teacher is for recipes/causal_lm.py and seq_cls.py",),
-    "teacher_top_k": (": only recipes/causal_lm.py keeps what a teacher says",),
+    "teacher_top_k": (": only recipes/causal_lm.py caches a teacher's outputs",),
     "test": ("test_file", "test_dir"),
     "text_column": ("text_column_names", "text_column_name", "source_column_name"),
     "tokenizer": ("tokenizer_name",),
-    "topk_ratio": (": top-k is gone: --ddp_comm_hook powersgd sends less and loses less",),
+    "topk_ratio": (": top-k was removed: --ddp_comm_hook powersgd sends less and loses less",),
     "train_batch_size": ("per_device_train_batch_size",),
     "train_data": ("train_file", "train_dir"),
     "val_file": ("validation_file", "validation_dir"),
-    "val_max_target_length": (": held-out targets are cut as all are, by --max_target_length",),
+    "val_max_target_length": (": --max_target_length truncates all targets, held-out ones too",),
     "valid_file": ("validation_file", "validation_dir"),
     "validation_data": ("validation_file", "validation_dir"),
     "warmup": ("warmup_steps",),
-    "warmup_ratio": (": --warmup_steps takes a share of all steps, too, such as 0.1",),
+    "warmup_ratio": (": --warmup_steps also takes a fraction of all steps, such as 0.1",),
     "wd": ("weight_decay",),
     "weight_decay_rate": ("weight_decay",),
     "workers": ("dataloader_num_workers",),
-    "world_size": (": the launcher says how many ranks there are",),
+    "world_size": (": the launcher sets the number of ranks",),
     "zero_stage": ("deepspeed",),
 }
-CLOSE, OF_FIRST = 0.6, 0.68  # of difflib's ratio; where only the first word is alike
+CLOSE, OF_FIRST = 0.6, 0.68  # least difflib ratio; weight of the ratio with only the other's first word
 BEGINNING = 4  # letters
 
 
 def meant(word: str, known: Collection[str]) -> str:
-    """What to say behind "unknown flag X": a sentence that names the flag, or where to look."""
+    """What to say after "unknown flag X": a sentence that names the flag, or where to look."""
     name = word.lstrip("-").replace("-", "_").lower()
     if name in known:
         return f" Did you mean --{name}?"
@@ -128,7 +128,7 @@ def meant(word: str, known: Collection[str]) -> str:
 
 
 def nearest_choice(word: str, choices: Sequence[str]) -> str | None:
-    """Likewise, but the first that begins alike, if any: `adamwx` is no `ademamix`."""
+    """The choice with the longest common prefix, if long enough, else the nearest: `adamwx` is not `ademamix`."""
 
     def alike(other: str) -> int:
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(word.lower(), other, strict=False)))
@@ -138,7 +138,7 @@ def nearest_choice(word: str, choices: Sequence[str]) -> str | None:
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
-    """The known name that is spelt most alike, whole or by its parts: `gradient_step` is more than its letters."""
+    """The known name most similar as a whole or by its parts, so that `gradient_step` matches by its words, too."""
 
     def likeness(other: str) -> float:
         parts, others = set(name.split("_")), set(other.split("_"))

@@ -1,4 +1,4 @@
-"""Several training files, maybe with weights: `--train_file a.jsonl:0.7 b.jsonl:0.3`."""
+"""Several training files, optionally with weights: `--train_file a.jsonl:0.7 b.jsonl:0.3`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from finetune.errors import RequestError
 
 WEIGHT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)")
-MOST_FILES = 10_000  # 20,000 take half a minute to look at
+MOST_FILES = 10_000  # 20,000 take half a minute to check
 
 
 @dataclass(frozen=True)
 class Part:
-    """A file, the name of its figures, and its share of the samples before they are brought to a sum of 1; None where
-    all samples of all files are taken once an epoch."""
+    """A file, the name of its metrics, and its weight before the weights are normalized to sum to 1; None if all
+    samples of all files are used once per epoch."""
 
     path: str
     name: str
@@ -25,19 +25,19 @@ class Part:
 
 
 def parts_of(given: str | Sequence[str] | None) -> tuple[Part, ...]:
-    """What --train_file names. Raises RequestError for weights that cannot be."""
+    """The files that --train_file names. Raises RequestError for invalid weights."""
     words = [given] if isinstance(given, str) else list(given or ())
     if len(words) > MOST_FILES:
-        raise RequestError(f"--train_file names {len(words):,} files; at most {MOST_FILES:,} are mixed. Join some.")
+        raise RequestError(f"--train_file names {len(words):,} files; at most {MOST_FILES:,} are mixed. Merge some.")
     split = [_split(word) for word in words]
     weights = [weight for _, weight in split]
     said = f"--train_file {' '.join(words)}"
     if len({path for path, _ in split}) < len(words):
-        raise RequestError(f"{said}: a file is there twice. Give it once, with the sum of its weights.")
+        raise RequestError(f"{said}: a file is given twice. Give it once, with the sum of its weights.")
     if any(weight is None for weight in weights) and any(weight is not None for weight in weights):
-        raise RequestError(f"{said}: some files have a weight, and others none. Give all one, or none.")
+        raise RequestError(f"{said}: some files have a weight, and others do not. Give all of them one, or none.")
     if len(words) == 1 and weights[0] is not None:
-        raise RequestError(f"{said}: a weight is a share among several files, and this is one. Drop it.")
+        raise RequestError(f"{said}: a weight is a share among several files, but there is only one. Drop it.")
     if wrong := [weight for weight in weights if weight is not None and weight <= 0]:
         raise RequestError(f"{said}: a weight is {float(wrong[0]):g}, but it must be more than 0. Leave the file out.")
     names: list[str] = []
@@ -49,7 +49,7 @@ def parts_of(given: str | Sequence[str] | None) -> tuple[Part, ...]:
 
 
 def path_of(word: str) -> str:
-    """Without its weight."""
+    """The path without its weight."""
     return _split(word)[0]
 
 

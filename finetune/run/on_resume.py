@@ -1,6 +1,6 @@
-"""What becomes of a flag that is another than when the checkpoint was saved: a resumed run goes on exactly, applies it
-and says so, or refuses. A flag of ours says its class where it is made (flags/), the Trainer's are below; a test holds
-that docs/checkpoints.md has the table."""
+"""What happens to a flag that has changed since the checkpoint was saved: a resumed run continues exactly, applies it
+and says so, or refuses. Our flags state their class where they are defined (flags/), the Trainer's are listed below; a
+test checks that docs/checkpoints.md has the table."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from finetune.run.flag import Flag
 
-# Nothing of what is learnt depends on it: where and how a run is spread, logged, evaluated, saved, watched.
+# Training does not depend on it: where and how a run is distributed, logged, evaluated, saved, watched.
 GOES_ON = "goes on"
-# Evaluation: said, and refused only where it has a say in what is learnt or kept (training/same_run.py).
+# Evaluation: reported, and refused only if it affects what is learned or kept (training/same_run.py).
 EVALUATED = "evaluated"
-# From the checkpoint's step on it is as this run's flags say: optimizer, schedule, precision, the guard's answer,
-# compiled layers (whose dropout draws other numbers).
+# This run's value holds from the checkpoint's step on: optimizer, schedule, precision, the guard's response, compiled
+# layers (whose dropout draws other random numbers).
 APPLIED = "applied"
-# Refused unless --resume_changed allow: the course of the run is another, though it can go on.
+# Refused unless --resume_changed allow: the run could continue, but would take a different course.
 VALUES = "value"
-# Refused whatever is said: the states of the checkpoint are of something else. The kind of a tokenizer from scratch is
-# compared by value, for a resumed run takes its checkpoint's and would never look.
+# Always refused: the checkpoint's state does not fit. The kind of a tokenizer from scratch is compared by value,
+# because a resumed run uses its checkpoint's tokenizer and would not notice.
 NEVER = "never"
-# By what they come to, not by their words: another path to the same rows is no difference, nor is a default said.
-# Rows are refused unless --resume_changed allow.
+# Compared by their effect, not by their text: another path to the same rows is no difference, nor is an explicit
+# default. Other rows are refused unless --resume_changed allow.
 ROWS = "rows"
-# And the model, with the weights that it begins from, its labels and its tokenizer, whatever is said.
+# Compared likewise, and always refused: the model with its initial weights, its labels and its tokenizer.
 MODEL = "model"
 
 COMPARED = (APPLIED, VALUES, NEVER)  # by value
 
-# `per_device_train_batch_size` and accumulation go on, for the global batch is kept (reshard/batch.py).
+# `per_device_train_batch_size` and accumulation may change, because the global batch is kept (reshard/batch.py).
 OF_TRAINER = {
     **dict.fromkeys(
         """
@@ -70,25 +70,25 @@ OF_TRAINER = {
     **dict.fromkeys("optim optim_args optim_target_modules metric_for_best_model greater_is_better".split(), NEVER),
 }
 
-TABLE = (  # of docs/checkpoints.md: what becomes of it, how, the class
-    ("goes on exactly", "nothing that is learnt depends on it", GOES_ON),
-    ("goes on, and said", "validation rows; refused where they choose the best model or the rate", EVALUATED),
-    ("applied, and said", "as this run's flags say, from the checkpoint's step on", APPLIED),
-    ("refused", "`--resume_changed allow` takes it", VALUES),
-    ("refused", "by the prepared rows; `--resume_changed allow` takes others", ROWS),
-    ("refused", "by the model's config and first weights, its labels and tokenizer", MODEL),
-    ("refused", "the checkpoint's states are of something else", NEVER),
+TABLE = (  # in docs/checkpoints.md: what happens, how, the class
+    ("continues exactly", "training does not depend on it", GOES_ON),
+    ("continues, and is reported", "validation rows; refused if they choose the best model or the rate", EVALUATED),
+    ("applied, and reported", "this run's value, from the checkpoint's step on", APPLIED),
+    ("refused", "unless `--resume_changed allow`", VALUES),
+    ("refused", "if the prepared rows differ, unless `--resume_changed allow`", ROWS),
+    ("refused", "if the model's config, initial weights, labels or tokenizer differ", MODEL),
+    ("refused", "the checkpoint's state does not fit", NEVER),
 )
 
 
 def named(flags: Mapping[str, Flag], classes: Collection[str]) -> set[str]:
-    """The names of those flags that are in `classes`."""
+    """The names of the flags in `classes`."""
     return {name for name, flag in flags.items() if flag.on_resume in classes}
 
 
 def table(flags: Iterable[Flag]) -> str:
-    """The rows of docs/checkpoints.md, in Markdown."""
-    lines = ["| another value is | how | flags |", "|---|---|---|"]
+    """The table in docs/checkpoints.md, in Markdown."""
+    lines = ["| a changed value is | how | flags |", "|---|---|---|"]
     known = {flag.name: flag for flag in flags}
     for becomes, how, of in TABLE:
         lines.append(f"| {becomes} | {how} | {', '.join(f'`{name}`' for name in sorted(named(known, (of,))))} |")

@@ -1,5 +1,5 @@
-"""What becomes of each key of a DeepSpeed config that is another than when the checkpoint was saved. As for flags
-(on_resume.py): gone on with exactly, applied and said, or refused. A test holds that each key is in one class."""
+"""What happens to each key of a DeepSpeed config that has changed since the checkpoint was saved. As for flags
+(on_resume.py): continues exactly, applied and reported, or refused. A test checks that each key is in one class."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from finetune.errors import RequestError
 
-# Of the sections in `WITHIN` each key has a class of its own; any other section has one as a whole.
+# In the sections in `WITHIN`, each key has its own class; any other section has one class as a whole.
 WITHIN = ("zero_optimization", "fp16", "bf16", "data_types")
 OTHER_NAMES = {"bfloat16": "bf16"}
-# Where and how states are spread, sent in pieces, kept, watched. Batch sizes are settled by flags (reshard/batch.py);
-# optimizer and scheduler, where they are others than those of the flags, are compared in training/same_run.py.
+# Where and how state is distributed, bucketed, stored, watched. Flags settle batch sizes (reshard/batch.py); optimizer
+# and scheduler sections that differ from the flags are compared in training/same_run.py.
 GOES_ON = frozenset(
     """
     train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation
@@ -40,7 +40,7 @@ GOES_ON = frozenset(
     """.split()
     ]
 )
-# From the checkpoint's step on as this run's config says: what gradients are rounded to, and when.
+# This run's config holds from the checkpoint's step on: what gradients are rounded to, and when.
 APPLIED = frozenset(
     """
     communication_data_type seq_parallel_communication_data_type prescale_gradients gradient_predivide_factor
@@ -52,18 +52,23 @@ APPLIED = frozenset(
     zero_optimization.zero_quantized_nontrainable_weights zero_optimization.zero_quantized_weights
     """.split()
 )
-# The checkpoint's loss scaler is loaded whole, so that these would say one thing and the run do another (deepspeed
-# 0.19.8, zero/stage_1_and_2.py, zero/stage3.py, _rigid_load_state_dict).
+# The checkpoint's loss scaler is loaded whole, so the run would ignore these values (deepspeed 0.19.8,
+# zero/stage_1_and_2.py, zero/stage3.py, _rigid_load_state_dict).
 REFUSED = frozenset(
     """
     fp16.loss_scale fp16.initial_scale_power fp16.loss_scale_window fp16.hysteresis fp16.consecutive_hysteresis
     fp16.min_loss_scale
     """.split()
 )
-HALVES = ("fp16", "bf16")  # sections that rule nothing unless they are enabled
+HALVES = ("fp16", "bf16")  # sections without effect unless they are enabled
 ELSEWHERE = frozenset({"optimizer", "scheduler"})  # training/same_run.py, _compare
-CLASSES = {"goes on exactly": GOES_ON, "applied, and said": APPLIED, "refused": REFUSED, "as a section": ELSEWHERE}
-# What is the same as not to be said (deepspeed 0.19.8, runtime/config.py, constants.py, precision_config.py).
+CLASSES = {
+    "continues exactly": GOES_ON,
+    "applied, and reported": APPLIED,
+    "refused": REFUSED,
+    "as a section": ELSEWHERE,
+}
+# DeepSpeed's defaults, equal to leaving the key out (0.19.8, runtime/config.py, constants.py, precision_config.py).
 DEFAULTS = {
     "gradient_predivide_factor": 1.0,
     "prescale_gradients": False,
@@ -80,8 +85,7 @@ DEFAULTS = {
 
 
 def arithmetic_of(config: Mapping[str, Any], max_grad_norm: float) -> dict[str, Any]:
-    """By its place, each value of a config that has a say in what is computed, and is not the default or what the flags
-    say."""
+    """By path, each value of a config that affects what is computed and differs from the default and the flags."""
     sections = {new: config.get(old) for old, new in OTHER_NAMES.items() if old in config}
     sections = {**config, **sections}
     on = {half for half in HALVES if (sections.get(half) or {}).get("enabled") is True}
@@ -99,20 +103,20 @@ def arithmetic_of(config: Mapping[str, Any], max_grad_norm: float) -> dict[str, 
 def changed_arithmetic(
     name: str, before: Mapping[str, Any] | None, now: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """By place, the value before and now; `name` is the checkpoint's, None for `before` is of an older version. Raises
-    RequestError for what is not taken."""
+    """By path, the value before and now; `name` is the checkpoint's name, and `before` is None if an older version
+    wrote it. Raises RequestError for changes that are refused."""
     if before is None:
         return {}
     both = {one: (before.get(one), now.get(one)) for one in sorted({*before, *now})}
     changed = {one: values for one, values in both.items() if values[0] != values[1]}
     for half in HALVES:
-        if changed.pop(f"{half}.enabled", None):  # said as --fp16 or --bf16: its section rules nothing now, or did then
+        if changed.pop(f"{half}.enabled", None):  # reported as --fp16 or --bf16; on one side its section has no effect
             changed = {one: values for one, values in changed.items() if not one.startswith(f"{half}.")}
     if refused := [one for one in changed if one in REFUSED]:
         lines = "; ".join(f"{one} was {_shown(changed[one][0])}, and is {_shown(changed[one][1])}" for one in refused)
         raise RequestError(
-            f"--resume: in DeepSpeed's config {lines}, but {name} has a loss scaler of its own, which is loaded. Give "
-            "the values of before, or another --output_dir."
+            f"--resume: in DeepSpeed's config {lines}, but {name} has its own loss scaler, which is loaded. Restore "
+            "the old values, or give another --output_dir."
         )
     return changed
 

@@ -1,4 +1,4 @@
-"""The run folder before a run: may it be written, and may what it holds be deleted."""
+"""Checks of the run folder before a run: whether it can be written, and whether its content may be deleted."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from finetune.run.files import LOCK, REPLACED, RUN_RECORD, STATE_FILE
 from finetune.run.paths import named_in
 from finetune.run.run import Run
 
-START_ANEW = "To start anew, put --overwrite_output_dir True in place of --resume."
+START_ANEW = "To start over, replace --resume with --overwrite_output_dir True."
 RESUMES = "Give one, auto, or allow."
 
 
 def missing_checkpoint(run: Run) -> list[str]:
-    """What is wrong with --resume, as far as names tell."""
+    """Errors in --resume that show in file names alone."""
     resume = run.value("resume")
     if not resume or resume == "allow":
         return []
     if resume != "auto":
         there = (Path(resume).expanduser() / STATE_FILE).is_file()
         return (
-            [] if there else [f"{run.said('resume')}: is no checkpoint folder ({STATE_FILE} is not in it). {RESUMES}"]
+            [] if there else [f"{run.said('resume')}: is not a checkpoint folder (it has no {STATE_FILE}). {RESUMES}"]
         )
     folder = Path(run.value("output_dir")).expanduser()
     found = any(folder.glob("checkpoint-*")) or any(folder.glob(f"{REPLACED}checkpoint-*"))
@@ -32,16 +32,16 @@ def missing_checkpoint(run: Run) -> list[str]:
 
 
 def check_output_dir(run: Run) -> None:
-    """Refuse a folder that cannot be written, or that holds a run which may not be overwritten. Only rank 0 calls it.
+    """Refuse a folder that cannot be written, or that holds a run which must not be overwritten. Only rank 0 calls it.
 
-    Nothing is deleted yet: `open_output_dir` does that once the rest of the request has been found right.
+    Nothing is deleted yet: `open_output_dir` does that after the rest of the request has passed its checks.
     """
     folder = Path(run.value("output_dir")).expanduser()
     if folder.exists() and not folder.is_dir():
         raise RequestError(f"{run.said('output_dir')}, but that is a file. Give a folder.")
     to_make = list(takewhile(lambda place: not place.exists(), (folder, *folder.absolute().parents)))
     if link := next(filter(Path.is_symlink, to_make), None):
-        raise RequestError(f"{run.said('output_dir')}, but {link} is a link to nothing. Give another folder.")
+        raise RequestError(f"{run.said('output_dir')}, but {link} is a broken link. Give another folder.")
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     try:
         with tempfile.TemporaryFile(dir=there):
@@ -58,13 +58,13 @@ def check_output_dir(run: Run) -> None:
         return
     if not run.value("overwrite_output_dir"):
         raise RequestError(
-            f"{run.said('output_dir')}, but it holds {len(entries)} files or folders already. Go on with it by "
-            "--resume auto, delete it by --overwrite_output_dir True, or give another folder."
+            f"{run.said('output_dir')}, but it already holds {len(entries)} files or folders. Continue it with "
+            "--resume auto, delete it with --overwrite_output_dir True, or give another folder."
         )
     if RUN_RECORD not in entries:
         raise RequestError(
-            f"{run.said('output_dir')}, but it holds {', '.join(sorted(entries)[:3])} and no {RUN_RECORD}, so it is no "
-            "run of ours and is not deleted. Empty it by hand, or give another folder."
+            f"{run.said('output_dir')}, but it holds {', '.join(sorted(entries)[:3])} and no {RUN_RECORD}, so no "
+            "recipe wrote it, and it is not deleted. Empty it by hand, or give another folder."
         )
     for name in run.recipe.inputs:
         for given in named_in(run.value(name)):

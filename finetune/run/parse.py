@@ -1,5 +1,5 @@
-"""Words of a command line, and lines of a YAML, as values by flag, each with where it was said. All mistakes are said
-at once."""
+"""Parses the words of a command line and the lines of a YAML into values by flag, each with its source. All mistakes
+are reported at once."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from finetune.run.meanings import MEANINGS, meant
 from finetune.run.path_name import unusable
 
 COMMAND_LINE = "command line"
-DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"  # as a text editor writes them, too
-ALSO_PATHS = ("resume",)  # beside its words
-IN_BASE64 = ("deepspeed", "deepspeed_config")  # a trial of DeepSpeed's autotuning, which is told what does it here
-RECIPE_KEY = "recipe"  # of a YAML: the recipe that it is for
+DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"  # including those that text editors insert
+ALSO_PATHS = ("resume",)  # besides its keywords
+IN_BASE64 = ("deepspeed", "deepspeed_config")  # may hold a trial of DeepSpeed's autotuning (engine.py, TRIAL)
+RECIPE_KEY = "recipe"  # in a YAML: the recipe that it is for
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A value and where it comes from: "command line", "FILE.yaml line 7", or what made it a default."""
+    """A value and its source: "command line", "FILE.yaml line 7", or what made it a default."""
 
     value: Any
     source: str
@@ -32,9 +32,9 @@ class Setting:
 def settings_of(
     argv: Sequence[str], flags: Mapping[str, Flag], refused: Mapping[str, str], recipe: str, reads: Sequence[str] = ()
 ) -> tuple[dict[str, Setting], list[str]]:
-    """What is given, by flag, and what is wrong with it; the command line overrules the YAML of its --config. `refused`
-    are flags of other recipes, with what to say of them; `recipe` is the name of this one, which also takes YAMLs of
-    those that it `reads`. Raises RequestError where that YAML cannot be read, with all that is wrong beside it."""
+    """The given values by flag, and all mistakes in them; the command line overrides the YAML of its --config.
+    `refused` maps flags of other recipes to a message; `recipe` is the name of this one, which also takes the YAMLs of
+    those in `reads`. Raises RequestError if that YAML cannot be read, together with all other mistakes."""
     mistakes: list[str] = []
     words = words_by_flag(argv, flags, mistakes)
     said = {name: (given, COMMAND_LINE) for name, given in words.items()}
@@ -45,7 +45,7 @@ def settings_of(
             said = _lines(path[-1], (recipe, *reads), mistakes) | said
         except RequestError as error:
             unread = str(error)
-    # As scripts with deepspeed.add_config_arguments write it: a switch, and the file by a flag of its own.
+    # Scripts with deepspeed.add_config_arguments have --deepspeed as a switch, and a separate flag for the file.
     if "deepspeed_config" in said and said.get("deepspeed", ("",))[0] in ([], True, ["True"], ["true"]):
         del said["deepspeed"]
     found = {}
@@ -59,7 +59,7 @@ def settings_of(
                 mistakes.append(f"--{name} is {shown!r} ({source}), but it {error}.")
         elif name not in refused:
             mistakes.append(f"{where}: recipes/{recipe}.py has no such flag.{meant(name, flags)}")
-        elif given or source == COMMAND_LINE:  # a YAML's `streaming: false` asks for nothing
+        elif given or source == COMMAND_LINE:  # a YAML's `streaming: false` is harmless
             mistakes.append(f"{where}: {refused[name]}")
     if unread is not None:
         raise RequestError("\n".join([unread, *mistakes]))
@@ -67,15 +67,19 @@ def settings_of(
 
 
 def words_by_flag(argv: Sequence[str], flags: Mapping[str, Flag], mistakes: list[str]) -> dict[str, list[str]]:
-    """The words behind each flag. One that is said twice says the same. The deepspeed launcher's --local_rank ends here
-    (transformers 5 has no such flag). `--no_FLAG` is False for a flag that is True by default."""
+    """The words after each flag. A flag given twice must have the same words. Drops the deepspeed launcher's
+    --local_rank (transformers 5 has no such flag). `--no_FLAG` means False for a flag that is True by default."""
     said: list[tuple[str, list[str]]] = []
     values: list[str] | None = None
     for word in argv:
         bare = word.lstrip(DASHES).partition("=")[0]
         is_like = word[:1] in DASHES and not word.startswith("--") and bare[:1].isalpha()
         if word == "--" or (is_like and (values is None or {spelt(bare)} & {*flags, *MEANINGS})):
-            what = f"a flag begins with two dashes.{meant(bare, flags)}" if bare else "no flag follows it. Drop it."
+            what = (
+                f"a flag begins with two dashes.{meant(bare, flags)}"
+                if bare
+                else "it is not followed by a flag. Drop it."
+            )
             mistakes.append(f"{word} ({COMMAND_LINE}): {what}")
             values = []
             continue
@@ -100,16 +104,16 @@ def words_by_flag(argv: Sequence[str], flags: Mapping[str, Flag], mistakes: list
 
 
 def _lines(path: str, recipes: Sequence[str], mistakes: list[str]) -> dict[str, tuple[Any, str]]:
-    """Those of the YAML, each with its place. A line without a value gives nothing."""
+    """The YAML's values, each with its line. A line without a value is ignored."""
     found: dict[str, tuple[Any, str]] = {}
     for key, value, line in read_flat_yaml_lines(path):
         name, where = spelt(key), f"{path} line {line}"
         if name in found:
-            mistakes.append(f"--{name} ({where}) is said twice, and once in {found[name][1]}. Keep one.")
+            mistakes.append(f"--{name} ({where}) is given twice, first in {found[name][1]}. Keep one.")
         elif value is not None:
             found[name] = value, where
     if "config" in found:
-        mistakes.append(f"--config ({found.pop('config')[1]}): a YAML names no other one. Write its lines here.")
+        mistakes.append(f"--config ({found.pop('config')[1]}): a YAML cannot include another one. Copy its lines here.")
     asked, _ = found.pop(RECIPE_KEY, (None, ""))
     if asked not in (None, *recipes):
         mistakes.append(f"--config {path} (command line) is for recipes/{asked}.py, not for recipes/{recipes[0]}.py.")
@@ -117,13 +121,13 @@ def _lines(path: str, recipes: Sequence[str], mistakes: list[str]) -> dict[str, 
 
 
 def spelt(name: str) -> str:
-    """As flags are: `max-steps` is `max_steps`."""
+    """The name as flags spell it: `max-steps` is `max_steps`."""
     return name.replace("-", "_")
 
 
 def _value(flag: Flag, given: Any, source: str) -> Any:
     if isinstance(given, list) and not flag.many and source != COMMAND_LINE:
-        raise ValueError("must be one value, and no list")
+        raise ValueError("must be one value, not a list")
     if flag.path or flag.name in ALSO_PATHS:
         for word in _texts(given):
             is_json = flag.kind == "json" and word.lstrip().startswith("{")
@@ -137,5 +141,5 @@ def _value(flag: Flag, given: Any, source: str) -> Any:
 
 
 def _texts(given: Any) -> list[str]:
-    """The words of a command line, or what stands in a line of a YAML."""
+    """The words of a command line, or the strings in a line of a YAML."""
     return [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, str)]

@@ -1,5 +1,5 @@
-"""Names that no path of a run can have. Said before anybody looks for one: the system and Python answer some of them
-with errors of their own."""
+"""Names that no path of a run can have. Reported before they are looked up, because the system and Python raise errors
+of their own for some of them."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import unicodedata
 
 MOST_BYTES, MOST_BYTES_OF_A_PART = 4095, 255  # linux/limits.h, PATH_MAX with its NUL, NAME_MAX
 
-# Controls, ends of lines, and bytes that are no UTF-8 (which no record of a run can hold); and what turns the direction
-# of text around, so that a name is read as another. Blanks and joiners of any script are names that people have.
+# Control characters, line ends, and bytes that are not UTF-8 (which no record of a run can hold); and characters that
+# change the writing direction, so that a name reads as another. Spaces and joiners of any script occur in real names.
 UNSEEN = ("Cc", "Zl", "Zp", "Cs")
 TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 
 
 def unusable(name: str, may_be_long: bool = False) -> str | None:
-    """Why it cannot be the name of a file or folder here, as the end of "but it ..."; None where it can."""
+    """Why it cannot be the name of a file or folder, as the end of "but it ..."; None if it can."""
     if not name.strip():
-        return "is blank, as an empty variable of the shell is. Give a name"
+        return "is blank, maybe from an empty shell variable. Give a name"
     strange = next((letter for letter in name if unicodedata.category(letter) in UNSEEN or letter in TURNS), None)
     if strange:
         return f"has the character {strange!r}, which a path of a run cannot have. Rename it"
     if name.startswith("~") and os.path.expanduser(name) == name:
-        return "begins with ~, and there is no such user here. Write the folder out"
+        return "begins with ~, but there is no such user here. Write the folder out"
     encoded = b"" if may_be_long else os.fsencode(name)
     if len(encoded) > MOST_BYTES or any(len(part) > MOST_BYTES_OF_A_PART for part in encoded.split(b"/")):
-        return f"is longer than a file system takes ({MOST_BYTES_OF_A_PART} bytes between slashes). Shorten it"
+        return f"is longer than a file system allows ({MOST_BYTES_OF_A_PART} bytes between slashes). Shorten it"
     return None

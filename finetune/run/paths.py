@@ -1,4 +1,4 @@
-"""Files and folders that flags name, looked at before anything is imported: what is not there is said at once."""
+"""Checks the files and folders that flags name before anything is imported, and reports all missing ones at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHOWN = 8
 
 
 def missing_inputs(run: Any) -> Iterator[str]:
-    """What the run is to read and is not there, each with what is there instead."""
+    """The missing inputs of the run, each with what is there instead."""
     for flag in run.recipe.flags.values():
         if flag.path in KINDS:
             faults = filter(None, map(KINDS[flag.path], named_in(run.value(flag.name))))
@@ -54,12 +54,12 @@ def _folder(name: str) -> str | None:
 
 
 def _name_or_path(name: str) -> str | None:
-    """A hub's id has one slash at most: what has more, or begins like a path, is one."""
+    """A hub id has at most one slash; a name with more, or one that begins like a path, is a path."""
     is_path = name.startswith(("/", "./", "../", "~")) or name.rstrip("/").count("/") > 1
     path = Path(name).expanduser()
     return (
         f"there is no such folder or file.{_there(path.parent)} Check the path."
-        if is_path and not os.path.exists(path)  # False also of a name that is too long for one
+        if is_path and not os.path.exists(path)  # False also for a name that is too long for a path
         else None
     )
 
@@ -70,18 +70,18 @@ def _metric(name: str) -> str | None:
     if name.endswith(".py") and Path(name).expanduser().is_file():
         return _is_no_python(Path(name).expanduser())
     near = nearest(name, METRICS)
-    return f"{name} is none of ours ({', '.join(METRICS)}) and no Python file with an evaluate.Metric." + (
+    return f"{name} is neither a shipped metric ({', '.join(METRICS)}) nor a Python file with an evaluate.Metric." + (
         f" Did you mean {near}?" if near else " Give one."
     )
 
 
 def _is_no_python(path: Path) -> str | None:
-    """By its form alone: a stranger's file runs once, where its figures are tried."""
+    """Checks only the syntax: the file first runs where its metrics are tried."""
     try:
         ast.parse(read_bytes(path), path.name)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f" in line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        return f"it is no Python{line}: {first_line(error)}. Fix the file."
+        return f"it is not valid Python{line}: {first_line(error)}. Fix the file."
     except RequestError as error:
         return str(error)
     return None
@@ -91,7 +91,7 @@ def _template(name: str) -> str | None:
     if name in TEMPLATES or Path(name).expanduser().is_file():
         return None
     near = nearest(name, TEMPLATES)
-    return f"{name} is no jinja file and none of the shipped templates, {', '.join(TEMPLATES)}." + (
+    return f"{name} is neither a jinja file nor one of the shipped templates, {', '.join(TEMPLATES)}." + (
         f" Did you mean {near}?" if near else " Give one."
     )
 
@@ -106,7 +106,7 @@ KINDS = {
 
 
 def _there(folder: Path) -> str:
-    """What a message says of the folder in which something was looked for."""
+    """What a message says about the folder that was searched."""
     if not os.path.isdir(folder):
         return f" There is no folder {folder} either."
     names = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir() if not path.name.startswith("."))

@@ -1,4 +1,4 @@
-"""What a number may be, said once, at its flag."""
+"""The allowed range of a flag's number."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Range:
-    """`least` and `most` are in the range, `above` and `below` are not. `others` are numbers outside it, with what they
-    stand for. A `share` is of all steps while it is less than 1, and a whole number from there on. What is `endless`
-    may be infinite."""
+    """`least` and `most` are inclusive, `above` and `below` exclusive bounds. `others` are allowed numbers outside the
+    range, with their meaning. With `share`, a number less than 1 is a fraction of all steps, and others are whole
+    numbers. With `endless`, infinity is allowed."""
 
     least: float | None = None
     above: float | None = None
@@ -32,21 +32,21 @@ class Range:
             and (self.most is None or value <= self.most)
             and (self.below is None or value < self.below)
         )
-        return within and not (self.share and value > 1 and value % 1 != 0)  # which is NaN for infinity
+        return within and not (self.share and value > 1 and value % 1 != 0)  # the remainder is NaN for infinity
 
     def __str__(self) -> str:
-        """As it stands behind "it must be"."""
+        """The range as words that follow "it must be"."""
         words = [f"{self.least:g} or more"] if self.least is not None else []
         words += [f"more than {self.above:g}"] if self.above is not None else []
         words += [f"at most {self.most:g}"] if self.most is not None else []
         words += [f"less than {self.below:g}"] if self.below is not None else []
-        whole = ["a whole number, or less than 1 for a share of all steps"] if self.share else []
+        whole = ["a whole number, or less than 1 for a fraction of all steps"] if self.share else []
         others = [f"or {value:g} {meaning}" for value, meaning in self.others.items()]
         return ", ".join([" and ".join(words), *whole, *others])
 
 
 NOT_NEGATIVE, AT_LEAST_ONE, POSITIVE = Range(least=0), Range(least=1), Range(above=0)
-PART = Range(above=0, below=1)  # of a whole, some on either side
+PART = Range(above=0, below=1)  # a proper fraction: something remains on either side
 RATE = Range(least=0, below=1)
 TIMEOUT = Range(above=0, endless=True)
 STEPS = Range(above=0, share=True)

@@ -1,4 +1,4 @@
-"""What flags say of the learning rate's schedule that cannot be, or teaches little."""
+"""Learning-rate schedules that are invalid, or with which a run learns little."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from finetune.run.run import Run
 from finetune.run.schedules import RULES, Schedule, parameters_of
 from finetune.run.snapshot import REQUIRED, snapshot
 
-# Of which transformers 5.23 (optimization.py) wants one, and the words that it knows.
+# Kwargs of which transformers 5.23 (optimization.py) needs exactly one, and the strings that it knows.
 ONE_OF = dict.fromkeys(("cosine_with_min_lr", "cosine_warmup_with_min_lr"), ("min_lr", "min_lr_rate"))
 SHAPES = ("linear", "cosine", "1-sqrt")
 WORDS = {"warmup_type": SHAPES, "decay_type": SHAPES, "mode": ("min", "max"), "threshold_mode": ("rel", "abs")}
 
 
 def schedule_mistakes(run: Run) -> Iterator[str]:
-    """In the kwargs of a schedule."""
+    """Mistakes in the kwargs of a schedule."""
     kind, given = str(run.value("lr_scheduler_type")), run.value("lr_scheduler_kwargs") or {}
     rule = RULES[Schedule(kind)] if kind in tuple(Schedule) else None
     known = parameters_of(rule, ("total",)) if rule else snapshot()["schedules"].get(kind)
-    if known is None or kind.startswith("constant"):  # which take none, as is said of them
+    if known is None or kind.startswith("constant"):  # these take no kwargs, which void.py reports
         return
     kwargs = f"and {run.said('lr_scheduler_kwargs')}" if given else "without --lr_scheduler_kwargs"
     said = f"{run.said('lr_scheduler_type')}, {kwargs}"
@@ -37,12 +37,12 @@ def schedule_mistakes(run: Run) -> Iterator[str]:
 
 
 def vain_rates(run: Run) -> Iterator[str]:
-    """What is said of rates with which a run learns little, though it may be meant, as in a trial of a few steps."""
+    """Warnings about rates with which a run learns little; this may be intended, as in a trial of a few steps."""
     steps, warmup = run.value("max_steps") or 0, run.value("warmup_steps") or 0
     if not run.value("do_train"):
         return
     if run.value("learning_rate") == 0:
-        yield f"{run.said('learning_rate')}, with which no step changes a weight."
+        yield f"{run.said('learning_rate')}, so no step changes a weight."
     elif warmup >= 1 and 0 < steps <= warmup:
         yield f"{run.said('warmup_steps')}, and {run.said('max_steps')}: the rate never reaches its full value."
 
@@ -57,10 +57,10 @@ def _fault(known: Mapping[str, Any], given: Mapping[str, Any], one_of: Sequence[
     for name, value in given.items():
         usual = known[name]
         if name in WORDS and value not in WORDS[name]:
-            return f"{name} is {value!r}, and must be one of {', '.join(WORDS[name])}"
+            return f"{name} is {value!r}, but must be one of {', '.join(WORDS[name])}"
         if isinstance(usual, bool) and not isinstance(value, bool):
-            return f"{name} is {value!r}, and must be true or false"
+            return f"{name} is {value!r}, but must be true or false"
         is_word = isinstance(usual, str | bool) and usual != REQUIRED
         if not (is_word or (value is None and usual is None) or (type(value) in (int, float) and math.isfinite(value))):
-            return f"{name} is {value!r}, and must be a number"
+            return f"{name} is {value!r}, but must be a number"
     return ""

@@ -1,4 +1,4 @@
-"""What a recipe is: its flags and its defaults. One stands in `finetune/run/recipes/` for each of `recipes/`."""
+"""A recipe's description: its flags and defaults. `finetune/run/recipes/` has one for each script in `recipes/`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from finetune.run.task import NO_TASK, Task
 from finetune.run.trainer_flags import trainer_flags
 
 TRAINER, PIPELINE = "trainer", "pipeline"
-# What the recipes of tasks have in common, where the Trainer's own defaults are others.
+# Defaults shared by the task recipes that differ from the Trainer's own.
 USUAL: Mapping[str, Any] = {
     "do_train": True,
     "do_eval": True,
@@ -25,29 +25,29 @@ USUAL: Mapping[str, Any] = {
     "logging_steps": 10,
     "report_to": ["none"],
 }
-# Of texts that a model writes: the metrics of ours, and what those give that judge where --metrics says nothing.
+# For generated text: our metrics, and what the default ones report.
 METRICS_OF_TEXTS = ("exact_match", "rouge", "bleu", "chrf", "ter")
 FIGURES_OF_TEXTS = ("exact_match", "rouge1", "rouge2", "rougeL", "rougeLsum")
-ENGINE_FLAG = "pipeline_parallel_size"  # by which a recipe of two engines is asked for the pipeline
+ENGINE_FLAG = "pipeline_parallel_size"  # selects the pipeline in a recipe with two engines
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """`groups` are dataclasses of flags, in the order of --help; those of one engine alone are beside them. A recipe of
-    both engines trains by DeepSpeed's pipeline engine where --pipeline_parallel_size is given.
+    """`groups` are dataclasses of flags, in the order of --help; `trainer_groups` and `pipeline_groups` belong to one
+    engine. A recipe with both engines uses DeepSpeed's pipeline engine if --pipeline_parallel_size is given.
 
-    `defaults` overrule the Trainer's and the groups'; `scratch_defaults` overrule them where no model is named. `reads`
-    names recipes whose YAMLs this one takes, too; `void` has flags of its own that others make void. `figures` are what
-    an evaluation gives where --metrics says nothing; `metrics` are those of ours that it may name. `scratch` makes of
-    the flags' values, by name, the config of the model that is built where none is named, for the planner; None:
+    `defaults` override the Trainer's and the groups'; `scratch_defaults` override them if no model is named. `reads`
+    names recipes whose YAMLs this one also accepts; `void` lists its flags that other flags make void. `figures` are
+    what an evaluation reports without --metrics; `metrics` are the shipped ones that --metrics may name. `scratch`
+    turns the flags' values, by name, into the config of a model from scratch, for the planner; None:
     `finetune.plan.run_model` knows it.
     """
 
-    name: str  # of the file in recipes/
+    name: str  # the file's name in recipes/
     groups: tuple[type, ...]
     defaults: Mapping[str, Any]
     task: Task = NO_TASK
-    tasks: Mapping[tuple[str, Any], Task] = field(default_factory=dict)  # others, by a flag and its value
+    tasks: Mapping[tuple[str, Any], Task] = field(default_factory=dict)  # other tasks, by a flag and its value
     scratch_defaults: Mapping[str, Any] = field(default_factory=dict)
     engines: tuple[str, ...] = (TRAINER,)
     trainer_groups: tuple[type, ...] = ()
@@ -68,19 +68,19 @@ class Recipe:
 
     @cached_property
     def flags(self) -> Mapping[str, Flag]:
-        """All by name: the recipe's, then the Trainer's."""
+        """All flags by name: the recipe's, then the Trainer's."""
         return {flag.name: flag for flag in (*self.own_flags, *trainer_flags())}
 
     @property
     def inputs(self) -> Sequence[str]:
-        """The flags that name what a run reads, which nothing may delete."""
+        """The flags that name a run's input files, which must never be deleted."""
         return [flag.name for flag in self.flags.values() if flag.path not in (None, OUTPUT)]
 
     def task_of(self, read: Callable[[str], Any]) -> Task:
-        """Of a run; `read` gives the values of its flags by name."""
+        """The task of a run; `read` returns the values of its flags by name."""
         return next((task for (name, value), task in self.tasks.items() if read(name) == value), self.task)
 
     def default(self, name: str) -> Any:
-        """Of any flag; None for a name that is none."""
+        """The default of any flag; None for an unknown name."""
         flag = self.flags.get(name)
         return self.defaults.get(name, flag.default if flag else None)

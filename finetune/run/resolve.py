@@ -1,4 +1,4 @@
-"""From a command line to a run: the one function that settles what was asked for, without torch."""
+"""From a command line to a run: the one function that resolves a request, without torch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from finetune.run.void import settle_void
 
 
 def resolve(recipe: Recipe, argv: Sequence[str], launch: Launch, is_here: bool = True) -> Run:
-    """The run that a command line, or flags in its form, describes. Raises RequestError with all that is wrong with it,
-    as far as flags tell. A run that is not to be on this machine may want packages and data that it lacks."""
+    """The run that a command line, or a list of flags like it, describes. Raises RequestError with all errors that show
+    in the flags. Unless `is_here`, the run may need packages and data that this machine lacks."""
     run, typos, mistakes = read_flags(recipe, argv, launch, is_here)
     refuse([*typos, *others(mistakes, typos)])
     return run
 
 
 def read_flags(recipe: Recipe, argv: Sequence[str], launch: Launch, is_here: bool) -> tuple[Run, list[str], list[str]]:
-    """The run without what cannot be meant; what that was; and what else is wrong with the flags."""
+    """The run without invalid values; the messages about those; and all other mistakes in the flags."""
     refused = PipelineArguments.refused if recipe.engines == (PIPELINE,) else {}
     given, typos = settings_of(argv, recipe.flags, refused, recipe.name, recipe.reads)
     run = Run(recipe, launch, tuple(argv), {**_defaults(recipe, given), **given})
@@ -36,22 +36,22 @@ def read_flags(recipe: Recipe, argv: Sequence[str], launch: Launch, is_here: boo
 
 
 def refuse(mistakes: Sequence[str]) -> None:
-    """Raises RequestError with all of them, where there are any."""
+    """Raises RequestError with all of them, if any."""
     if mistakes:
         raise RequestError("\n".join(mistakes))
 
 
 def _defaults(recipe: Recipe, given: Mapping[str, Setting]) -> dict[str, Setting]:
-    """The recipe's, and those that follow from what is given."""
+    """The recipe's defaults, and those that follow from the given flags."""
     layers: list[tuple[str, Mapping[str, Any]]] = [(f"default of {recipe.script}", recipe.defaults)]
     if _is_on(given, "early_stopping_patience"):
-        # What "best" is, --metric_for_best_model says.
+        # --metric_for_best_model decides what "best" is.
         follows: dict[str, Any] = {"load_best_model_at_end": True}
         if "load_best_model_at_end" in given and not _is_on(given, "load_best_model_at_end"):
-            follows["metric_for_best_model"] = "loss"  # which the Trainer else takes for itself
+            follows["metric_for_best_model"] = "loss"  # otherwise the Trainer sets it itself
         layers.append(("follows from --early_stopping_patience", follows))
     if _is_on(given, "push_to_hub"):
-        # Once, with the model card; and nobody's data become public unasked.
+        # Push once, with the model card; and private, so that no data become public unasked.
         layers.append(("follows from --push_to_hub", {"hub_private_repo": True, "hub_strategy": "end"}))
     if not _is_on(given, "model_name_or_path"):
         layers.append((f"default of {recipe.script} for a model from scratch", recipe.scratch_defaults))
@@ -63,7 +63,7 @@ def _is_on(given: Mapping[str, Setting], name: str) -> bool:
 
 
 def _of_other_engine(run: Run) -> Iterator[str]:
-    """Flags of the engine that this run does not have: they would be passed over without a word."""
+    """Flags of the engine that this run does not use: they would be ignored silently."""
     recipe = run.recipe
     if run.stages is not None or not recipe.pipeline_groups:
         return

@@ -1,4 +1,4 @@
-"""A run: a recipe with every value settled, and where each came from. `finetune.run.resolve` makes it."""
+"""A run: a recipe with every value resolved, and the source of each. `finetune.run.resolve` creates it."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from finetune.run.recipe import ENGINE_FLAG, PIPELINE, TRAINER, Recipe
 from finetune.run.task import Task
 
 Group = TypeVar("Group")
-SHOWN_CHARACTERS = 1_000  # of a value: a list may have thousands
+SHOWN_CHARACTERS = 1_000  # of a value: a list may have thousands of characters
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one process of a run was asked for. `settings` are what was given, and the recipe's defaults."""
+    """What one process of a run was asked to do. `settings` are the given values and the recipe's defaults."""
 
     recipe: Recipe
     launch: Launch
     argv: tuple[str, ...]
     settings: Mapping[str, Setting]
-    notes: tuple[str, ...] = ()  # what was settled otherwise than somebody may think
+    notes: tuple[str, ...] = ()  # choices that may surprise the user
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """By flag: what was given, and the recipe's defaults; not the Trainer's."""
+        """By flag: the given values and the recipe's defaults, without the Trainer's."""
         return {name: setting.value for name, setting in self.settings.items()}
 
     @cached_property
     def given(self) -> dict[str, Any]:
-        """By flag, what the command line and its YAML say."""
+        """By flag: the values from the command line and its YAML."""
         return {name: setting.value for name, setting in self.settings.items() if setting.is_given}
 
     @property
@@ -42,11 +42,11 @@ class Run:
         return self.recipe.task_of(self.value)
 
     def value(self, name: str) -> Any:
-        """Of any flag: as given, or the recipe's default, or the flag's own; None for a name that is no flag."""
+        """The value of any flag: as given, or the recipe's default, or the flag's own; None for an unknown name."""
         return self.settings[name].value if name in self.settings else self.recipe.default(name)
 
     def said(self, name: str) -> str:
-        """How an error begins: the flag, its value, and where it came from."""
+        """The beginning of an error: the flag, its value, and its source."""
         shown = repr(self.value(name))
         shown = shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[:SHOWN_CHARACTERS]}..."
         return f"--{name} is {shown} ({self.source(name)})"
@@ -56,7 +56,7 @@ class Run:
 
     @property
     def stages(self) -> int | None:
-        """Of a pipeline, how many stages; None for a run by the Trainer."""
+        """The number of pipeline stages; None for a run with the Trainer."""
         engines = self.recipe.engines
         is_pipeline = PIPELINE in engines and (TRAINER not in engines or self.value(ENGINE_FLAG) is not None)
         asked = self.value(ENGINE_FLAG)
@@ -74,13 +74,13 @@ class Run:
 
     @property
     def without_pipeline(self) -> str:
-        """How the same is trained by the Trainer, as an error's mend says it."""
+        """How to train the same with the Trainer, worded as the fix in an error."""
         others = " or ".join(f"recipes/{name}.py" for name in self.recipe.reads)
         return f"drop --{ENGINE_FLAG}" if TRAINER in self.recipe.engines else f"use {others}"
 
     @property
     def groups(self) -> tuple[type, ...]:
-        """Those that this run's engine reads."""
+        """The groups of flags that this run's engine reads."""
         recipe = self.recipe
         return (*recipe.groups, *(recipe.trainer_groups if self.stages is None else recipe.pipeline_groups))
 
@@ -90,9 +90,9 @@ class Run:
         return group(**{name: self.value(name) for name in known})
 
     def settled(self, source: str, **values: Any) -> Run:
-        """The same run with `values` that follow from `source`, such as the machine."""
+        """The run with `values` that follow from `source`, such as the machine."""
         return replace(self, settings={**self.settings, **{k: Setting(v, source, False) for k, v in values.items()}})
 
     def noted(self, *notes: str) -> Run:
-        """The same run, with more to say."""
+        """The run with further notes."""
         return replace(self, notes=(*self.notes, *notes))

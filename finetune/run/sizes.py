@@ -1,4 +1,4 @@
-"""What --model_size names: the shapes of models from scratch. `plan` counts them, `finetune.models` builds them."""
+"""The sizes of models from scratch, by --model_size. `plan` counts them, `finetune.models` builds them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 
 from finetune.errors import RequestError
 
-# What a size names, without the vocabulary, which is the tokenizer's. `tiny` suits two CPU cores; `char` is nanoGPT's
-# character model (config/train_shakespeare_char.py there), `small` the shape of GPT-2's smallest, `post` that of the
-# GPT-lite study.
+# The tokenizer sets the vocabulary. `tiny` suits two CPU cores; `char` is nanoGPT's character model
+# (config/train_shakespeare_char.py there), `small` the shape of the smallest GPT-2, `post` that of the GPT-lite study.
 GPTLITE_SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 128},
     "char": {
@@ -32,7 +31,7 @@ GPTLITE_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-# All that --config_overrides may set, with GPTLiteConfig's defaults, which a test holds to these.
+# Everything that --config_overrides may set, with GPTLiteConfig's defaults; a test checks that they match.
 GPTLITE_SETTINGS: dict[str, Any] = {
     "num_hidden_layers": 4,
     "hidden_size": 128,
@@ -56,17 +55,15 @@ GPTLITE_COUNTS = (
 
 
 def gptlite_shape(size: str, overrides: str | None, said: str = "--config_overrides") -> dict[str, Any]:
-    """The settings of a GPT-lite from scratch, but for its vocabulary: those of a size, and what --config_overrides
-    says. Raises RequestError for what a GPT-lite has not."""
+    """The settings of a GPT-lite from scratch, except its vocabulary: those of a size, changed by --config_overrides.
+    Raises RequestError for unknown or invalid settings."""
     shape = dict(GPTLITE_SIZES[size])
     for part in filter(None, (overrides or "").split(",")):
         name, _, value = (word.strip() for word in part.partition("="))
         if not value:
-            raise RequestError(f"{said} {part}: write name=value, with commas between.")
+            raise RequestError(f"{said} {part}: write name=value, separated by commas.")
         if name not in GPTLITE_SETTINGS:
-            raise RequestError(
-                f"{said} {part}: a GPT-lite has no such setting to choose. It has: {', '.join(GPTLITE_SETTINGS)}."
-            )
+            raise RequestError(f"{said} {part}: a GPT-lite has no such setting. It has: {', '.join(GPTLITE_SETTINGS)}.")
         try:
             shape[name] = _as_kind_of(GPTLITE_SETTINGS[name], value)
         except ValueError as error:
@@ -81,7 +78,7 @@ def gptlite_shape(size: str, overrides: str | None, said: str = "--config_overri
     if settled["hidden_size"] % settled["num_attention_heads"]:
         raise RequestError(
             f"hidden_size {settled['hidden_size']} cannot be shared by {settled['num_attention_heads']} heads: "
-            f"it must be a multiple of num_attention_heads. Change one by {said}."
+            f"it must be a multiple of num_attention_heads. Change one with {said}."
         )
     return shape
 
@@ -112,11 +109,11 @@ DISTILBERT_SIZES = {
     "small": Size(layers=4, width=256, heads=4, vocab_size=16_000),
     "base": Size(layers=6, width=768, heads=12, vocab_size=30_522),
 }
-DISTILBERT_POSITIONS = 512  # of the one from scratch, unless its samples are longer
+DISTILBERT_POSITIONS = 512  # for a model from scratch, unless its samples are longer
 
 
 def distilbert_shape(size: str, dropout: float | None, tokens: int | None) -> dict[str, Any]:
-    """The settings of a DistilBERT from scratch that reads at least so many `tokens`, but for its vocabulary and its
+    """The settings of a DistilBERT from scratch that reads at least that many `tokens`, except its vocabulary and
     labels."""
     chosen, share = DISTILBERT_SIZES[size], 0.1 if dropout is None else dropout
     return {
@@ -129,22 +126,22 @@ def distilbert_shape(size: str, dropout: float | None, tokens: int | None) -> di
     }
 
 
-# What a size names. `tiny` suits two CPU cores, `small` pictures of 32 x 32 (CIFAR-10); `original` is the paper's, for
-# 224 x 224. `pooled_size` is the side of what the last convolution's maps are averaged to before the linear layers.
+# `tiny` suits two CPU cores, `small` images of 32 x 32 (CIFAR-10); `original` is the paper's, for 224 x 224.
+# `pooled_size` is the side length that the last convolution's maps are averaged to before the linear layers.
 ALEXNET_SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_sizes": [16, 48, 96, 64, 64], "classifier_size": 256, "pooled_size": 1},
     "small": {"stem_stride": 2, "pooled_size": 2, "classifier_size": 1024},
     "original": {"image_size": 224, "stem_kernel_size": 11, "stem_stride": 4, "pool_kernel_size": 3, "pooled_size": 6},
 }
 
-# The width of the first stage; each later one doubles it. All have the layout of ResNet-18: four stages of two basic
-# blocks (arXiv 1512.03385, table 1). `resnet18` is that network, 11.7M parameters with 1,000 classes.
+# The width of the first stage; each later stage doubles it. All have ResNet-18's layout: four stages of two basic
+# blocks (arXiv 1512.03385, table 1). `resnet18` is that network, with 11.7M parameters for 1,000 classes.
 RESNET_WIDTHS = {"tiny": 16, "small": 32, "resnet18": 64}
 IMAGE_SIZES = {"resnet": tuple(RESNET_WIDTHS), "alexnet": tuple(ALEXNET_SIZES)}
 
 
 def resnet_shape(size: str) -> dict[str, Any]:
-    """The settings of a ResNet from scratch, but for its classes."""
+    """The settings of a ResNet from scratch, except its classes."""
     width = RESNET_WIDTHS[size]
     return {
         "num_channels": 3,

@@ -1,4 +1,4 @@
-"""What `benchmarks/make_trainer_flags.py` has written down of the installed transformers."""
+"""The snapshot of transformers' training arguments, written by `benchmarks/make_trainer_flags.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 SNAPSHOT = Path(__file__).with_name("training_arguments.json")
-REQUIRED = "required"  # stands there for a default
+REQUIRED = "required"  # stands in place of a default
 
 
 @cache

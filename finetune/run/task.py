@@ -1,5 +1,5 @@
-"""What a model is trained for, in the words of transformers and peft, and which models are not for it. A recipe's
-description says its task; those of several recipes stand here."""
+"""What a model is trained for, in the terms of transformers and peft, and which models do not fit. A recipe's
+description states its task; tasks of several recipes are defined here."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from finetune.run.decoders import refuse_no_classifier, refuse_no_language_model
 
 @dataclass(frozen=True)
 class Task:
-    """`name` is that of transformers' `pipeline` (or was, of tasks that transformers 5 has dropped), `auto` the class
-    that opens its models, by which the planner knows their head, and `adapter` peft's TaskType. `refuses` raises
-    RequestError for a model that is not for it, and `refuses_teacher` for a teacher, where that is another rule: see
+    """`name` is the task's name in transformers' `pipeline` (before version 5 for tasks that it dropped), `auto` the
+    class that opens its models, which tells the planner their head, and `adapter` peft's TaskType. `refuses` raises
+    RequestError for a model that does not fit, and `refuses_teacher` for a teacher, if its rule differs: see
     `finetune.run.decoders`."""
 
     name: str
@@ -27,7 +27,7 @@ class Task:
         return self.name.replace("-", " ")
 
 
-NO_TASK = Task("", "")  # of a script whose model nobody keeps
+NO_TASK = Task("", "")  # for a script whose model is not kept
 TEXT_GENERATION = Task("text-generation", "AutoModelForCausalLM", "CAUSAL_LM", refuse_no_language_model)
 TEXT_CLASSIFICATION = Task(
     "text-classification", "AutoModelForSequenceClassification", "SEQ_CLS", refuse_writer, refuse_no_classifier

@@ -1,4 +1,4 @@
-"""The flags of the Trainer's `TrainingArguments`, from a snapshot that a test holds against the installed release."""
+"""The flags of the Trainer's `TrainingArguments`, from a snapshot that a test compares with the installed release."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from finetune.run.snapshot import snapshot
 PATHS = {
     "output_dir": OUTPUT,
     "deepspeed": NAME_OR_PATH,
-    **dict.fromkeys(("accelerator_config", "fsdp_config", "liger_kernel_config"), FILE),  # where it is no object
+    **dict.fromkeys(("accelerator_config", "fsdp_config", "liger_kernel_config"), FILE),  # unless it is an object
 }
 MORE_CHOICES = {"lr_scheduler_type": tuple(one.value for one in Schedule)}
-# Where the first sentence upstream does not say what to give.
+# For flags where the first sentence of the upstream help does not say what to give.
 HELPS = {
     "output_dir": "folder of the run: its model, checkpoints, results and logs",
     "deepspeed": "DeepSpeed config: a name in ds_configs/ (zero2), a JSON file, or none; launchers set a default",
@@ -26,10 +26,10 @@ HELPS = {
     "report_to": "trackers to log to, e.g. wandb tensorboard; all; or none",
     "seed": "random seed of the model, the data order and dropout",
 }
-# Outside of which the Trainer, torch or numpy stops with a trace, or goes on with what nobody means.
+# Outside these, the Trainer, torch or numpy fails with a traceback, or does something unintended.
 RANGES = {
     **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon", "eval_delay"), NOT_NEGATIVE),
-    "max_grad_norm": Range(least=0, endless=True),  # a norm that is measured, and not clipped
+    "max_grad_norm": Range(least=0, endless=True),  # infinity: the norm is measured but not clipped
     **dict.fromkeys(("dataloader_num_workers", "neftune_noise_alpha"), NOT_NEGATIVE),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), RATE),
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), AT_LEAST_ONE),

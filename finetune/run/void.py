@@ -1,4 +1,4 @@
-"""Flags that another flag makes void: what somebody said, and a run would pass over without a word."""
+"""Flags that another flag makes void, so that a run would silently ignore them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ KEEP_ONE = "Keep one of the two."
 NOTHING: tuple[Any, ...] = (None, False, "", [], -1, "no", "none")  # values that ask for nothing; 0 is False
 
 
-# By transformers 5.23: trainer_callback.py (DefaultFlowCallback), training_args.py, optimization.py (get_scheduler),
-# trainer_optimizer.py; the others are flags of ours.
+# As in transformers 5.23: trainer_callback.py (DefaultFlowCallback), training_args.py, optimization.py (get_scheduler),
+# trainer_optimizer.py; the others are our flags.
 VOID = (
     Void(("save_steps",), "save_strategy", ("no", "epoch", "best"), "Give --save_strategy steps.", "steps"),
     Void(("eval_strategy", "eval_steps", "eval_delay", "eval_on_start"), "do_eval", (False,), "Add --do_eval True."),
@@ -53,13 +53,13 @@ VOID = (
         ("warmup_steps",),
         "lr_scheduler_type",
         ("constant", *BY_METRIC),
-        "These have no warm-up: give --lr_scheduler_type constant_with_warmup, or drop it.",
+        "It has no warmup: give --lr_scheduler_type constant_with_warmup, or drop it.",
     ),
     Void(("warmup_steps",), "lr_scheduler_type", ("step",), "It begins at the full rate. Drop it."),
-    Void(("warmup_steps",), "lr_scheduler_type", ("one_cycle",), "pct_start in --lr_scheduler_kwargs is its. Drop it."),
+    Void(("warmup_steps",), "lr_scheduler_type", ("one_cycle",), "Use pct_start in --lr_scheduler_kwargs instead."),
     Void(("lr_scheduler_kwargs",), "lr_scheduler_type", ("constant", "constant_with_warmup")),
     Void(("adam_beta1", "adam_beta2", "adam_epsilon"), "optim", ("sgd", "adagrad", "rmsprop", "adafactor")),
-    Void(("greater_is_better",), "metric_for_best_model", (None,), "Say which, by --metric_for_best_model."),
+    Void(("greater_is_better",), "metric_for_best_model", (None,), "Add --metric_for_best_model."),
     Void(("torch_compile_backend", "torch_compile_mode"), "torch_compile", (False,), implies=True),
     Void(("liger_kernel_config",), "use_liger_kernel", (False,), "Add --use_liger_kernel True."),
     Void(("fsdp_config",), "fsdp", (None, "", "False", "false", "none"), "Add --fsdp True."),
@@ -106,13 +106,13 @@ VOID = (
     ),
     Void(("dataset_config_name", "image_column_name"), "dataset_name", (None,), "Add --dataset_name."),
     Void(("group_by_length",), "packing", ("wrapped", "bfd"), "Blocks have one length. Drop it."),
-    Void(("group_by_length",), "streaming", (True,), "A stream is taken as it comes. Drop it."),
+    Void(("group_by_length",), "streaming", (True,), "A stream is read in order. Drop it."),
     Void(("preprocessing_num_workers",), "streaming", (True,), "Texts are tokenized as they come. Drop it."),
-    Void(("drop_duplicates",), "streaming", (True,), "A stream is not compared with itself. Drop one of them."),
+    Void(("drop_duplicates",), "streaming", (True,), "A stream is not searched for duplicates. Drop one of them."),
     Void(("document_mask",), "packing", ("none",), "A block has one document. Drop it."),
-    Void(("encoding",), "train_file", (None,), "It is of files. Drop it.", unless=("validation_file", "test_file")),
+    Void(("encoding",), "train_file", (None,), "It is for files. Drop it.", unless=("validation_file", "test_file")),
     Void(("class_weights", "label_smoothing_factor"), "task", ("regression",), "It is for classes. Drop it."),
-    Void(("label_smoothing_factor",), "task", ("multi_label_classification",), "It is for one label a row. Drop it."),
+    Void(("label_smoothing_factor",), "task", ("multi_label_classification",), "It is for one label per row. Drop it."),
     Void(("optim_args",), "optim", without_args(), "It takes none. Drop it."),
     Void(("optim_target_modules",), "optim", ("adamw_torch", "adamw_torch_fused", "adafactor")),
     Void(("tokenizer", "bpe_vocab_size"), "tokenizer_name", GIVEN),
@@ -125,18 +125,18 @@ VOID = (
         ("num_beams", "generation_max_length", "generation_max_new_tokens", "metrics"),
         "predict_with_generate",
         (False,),
-        "Nothing is written then. Add --predict_with_generate True.",
+        "Nothing is generated then. Add --predict_with_generate True.",
     ),
     Void(
         ("num_beams", "generation_max_length", "generation_max_new_tokens", "predict_with_generate", "metrics"),
         "do_eval",
         (False,),
-        "Nothing is judged then. Add --do_eval True or --do_predict True.",
+        "Nothing is evaluated then. Add --do_eval True or --do_predict True.",
         unless=("do_predict",),
     ),
     Void(("distill_alpha", "distill_temperature", "teacher_top_k"), "teacher", (None,), "Add --teacher, or drop it."),
-    Void(("teacher_top_k",), "distill_alpha", (0,), "The teacher has no say. Drop it."),
-    Void(("teacher",), "do_train", (False,), "Only training asks a teacher. Drop it."),
+    Void(("teacher_top_k",), "distill_alpha", (0,), "The teacher has no influence. Drop it."),
+    Void(("teacher",), "do_train", (False,), "A teacher is only for training. Drop it."),
     Void(("profile_first_step",), "profile", (0,), "Give --profile the number of steps.", unless=OF_PROFILES[:2]),
     Void(("nan_limit",), "on_nan", tuple(one for one in POLICIES if one not in ("skip", "rollback"))),
     Void(("comm_hook_start_steps",), "ddp_comm_hook", tuple(one for one in HOOKS if one not in KEEPS_ERRORS)),
@@ -156,9 +156,9 @@ COLUMNS = (
     *("label_column_name", "label_column_names", "tags_column_name"),
     *("source_column_name", "target_column_name", "column_mapping"),
 )
-# Of a run that is to start here: of another, data may be named later.
+# Only for a run that is to start here: for another, the data may be named later.
 VOID_HERE = (
-    Void(COLUMNS, "train_file", (None,), "Built-in data has columns of its own. Give --train_file.", unless=OTHER_DATA),
+    Void(COLUMNS, "train_file", (None,), "Built-in data has its own columns. Give --train_file.", unless=OTHER_DATA),
     Void(
         OF_CHATS,
         "train_file",
@@ -167,7 +167,7 @@ VOID_HERE = (
         unless=OTHER_DATA,
         spares_defaults=True,
     ),
-    Void(  # data/seq2seq.py looks at those of other data
+    Void(  # for other data, data/seq2seq.py checks them
         ("source_lang", "target_lang"),
         "train_file",
         (None,),
@@ -176,8 +176,8 @@ VOID_HERE = (
     ),
 )
 DDP, DEEPSPEED, FSDP = "DistributedDataParallel", "DeepSpeed", "FSDP"
-# By engines, the flags that no other reads (transformers 5.23, trainer.py and training_args.py; the last two are ours).
-# A pipeline refuses those of the Trainer in words of its own.
+# Engines -> the flags that only they read (transformers 5.23, trainer.py and training_args.py; the last two are ours).
+# A pipeline refuses the Trainer's flags with its own messages.
 OF_ENGINES: dict[tuple[str, ...], tuple[str, ...]] = {
     (DDP,): OF_DDP,
     (DDP, FSDP): ("ddp_backend",),
@@ -186,7 +186,7 @@ OF_ENGINES: dict[tuple[str, ...], tuple[str, ...]] = {
 
 
 def void_here(run: Run, deepspeed: str | None) -> Iterator[str]:
-    """What is void in a run that is to start on this machine, by the DeepSpeed config of that name, if any."""
+    """The void flags of a run that is to start on this machine, with the DeepSpeed config of that name, if any."""
     yield from settle_void(run, VOID_HERE)[1]
     if run.stages is not None:
         return
@@ -198,8 +198,8 @@ def void_here(run: Run, deepspeed: str | None) -> Iterator[str]:
 
 
 def _engine(run: Run, deepspeed: str | None) -> tuple[str, str, str]:
-    """Which one trains, how an error says it, and where it was asked for. A YAML may serve several launches, so that
-    the engine which the command line asks for overrules its lines."""
+    """The engine that trains, its wording in an error, and where it was asked for. A YAML may serve several launches,
+    so an engine from the command line overrides the YAML's lines."""
     flags: tuple[str, ...]
     if deepspeed or deepspeed_by_accelerate(run):
         engine, flags = DEEPSPEED, ("deepspeed", "deepspeed_config")
@@ -210,12 +210,12 @@ def _engine(run: Run, deepspeed: str | None) -> tuple[str, str, str]:
     by = next((name for name in flags if says(run.value(name))), None)
     said = run.said(by) if by else f"accelerate launch asks for {engine}"
     said += ". Drop one of the two"
-    return engine, said, run.source(by) if by in (*run.given, "fsdp") else COMMAND_LINE  # that of the launcher
+    return engine, said, run.source(by) if by in (*run.given, "fsdp") else COMMAND_LINE  # else the launcher chose it
 
 
 def settle_void(run: Run, rows: Sequence[Void] | None = None) -> tuple[Run, list[str]]:
-    """The run without what is void, and what is wrong. The command line overrules a YAML here, too, and of a run's
-    record, which has defaults beside what was said, one line the other. The rest is a mistake, or implied."""
+    """The run without its void flags, and the mistakes. Void flags in a YAML are dropped if the command line makes them
+    void, and those in a run's record always, because it also lists defaults. The rest is a mistake, or implied."""
     mistakes: list[str] = []
     for row in (*VOID, *run.recipe.void) if rows is None else rows:
         if row.by not in run.recipe.flags or not _is_void(row, run):
@@ -230,7 +230,7 @@ def settle_void(run: Run, rows: Sequence[Void] | None = None) -> tuple[Run, list
                 break
             if is_overruled(run.settings[name].source, run.settings[row.by].source if row.by in run.given else None):
                 if run.settings[row.by].source == COMMAND_LINE:
-                    run = replace(run, notes=(*run.notes, f"{run.said(name)}: {run.said(row.by)} overrules it"))
+                    run = replace(run, notes=(*run.notes, f"{run.said(name)}: {run.said(row.by)} overrides it"))
                 run = replace(run, settings={key: one for key, one in run.settings.items() if key != name})
             else:
                 mistakes.append(f"{run.said(name)}, which does nothing: {run.said(row.by)}. {row.mend}")
@@ -249,7 +249,7 @@ def _is_void(row: Void, run: Run) -> bool:
 
 
 def is_overruled(source: str, by: str | None) -> bool:
-    """Whether what was said at `source` gives way to what was said at `by`; None is nowhere."""
+    """Whether a value from `source` yields to a value from `by`; None means not given."""
     return by is not None and source != COMMAND_LINE and (by == COMMAND_LINE or _is_record(source))
 
 

@@ -1,6 +1,6 @@
-"""What others made: files, JSON and YAML (`values`, light), pickles (`pickles`, by torch), folders of models
-and data (`folders`), and code that is theirs, as a chat template's (`bounded`). Each gives a value or an error of ours,
-in bounded time and memory."""
+"""Reads untrusted input: files, JSON and YAML (`values`, without torch), pickles (`pickles`, with torch), folders of
+models and data (`folders`), and untrusted code such as a chat template's (`bounded`). Each returns a value or raises
+RequestError, in bounded time and memory."""
 
 from finetune.safe_read.files import is_plain_file, read_bounded, read_bytes, refuse_outside
 from finetune.safe_read.values import (

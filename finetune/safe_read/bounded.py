@@ -1,6 +1,6 @@
-"""What runs a stranger's code, as rendering a chat template does: in a child process of bounded time and memory, for no
-sandbox bounds either. Jinja's lets a template loop a hundred thousand times in as many loops as it likes, and double a
-text until memory ends; and one call into C cannot be interrupted from inside."""
+"""Runs untrusted code, such as a chat template, in a child process with bounded time and memory, because no sandbox
+bounds either. Jinja's sandbox allows any number of nested loops of a hundred thousand steps each, and doubling a string
+until memory runs out; and a call into C cannot be interrupted from inside the process."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from typing import Any, BinaryIO, NoReturn
 
 from finetune.errors import RequestError, first_line, plain
 
-SECONDS_EACH = 2  # of processor time; ordinary conversations take a thousandth of one
-WAITS_SECONDS = 60  # in all, on a machine however busy: a child forked beside threads may wait for a lock of theirs
-MORE_BYTES = 256 * 2**20  # over what the process has when it begins
+SECONDS_EACH = 2  # of CPU time; an ordinary conversation takes a millisecond
+WAITS_SECONDS = 60  # of wall clock, however busy the machine: a forked child may wait for a lock that a thread held
+MORE_BYTES = 256 * 2**20  # on top of what the process has mapped at the start
 MOST_RESULT_BYTES = 32 * 2**20
 
 
 def each_bounded(do: Callable[[Any], Any], items: Sequence[Any], what: str) -> list[Any]:
-    """`do` of each item, in one forked child, as JSON brings it. Raises the RequestError that it raises, and one that
-    begins with `what` for whatever else it raises, and where an item takes longer or more memory than the constants
-    above allow."""
+    """Apply `do` to each item in one forked child; results come back as JSON. A RequestError from `do` is raised again;
+    any other exception, or an item that exceeds the limits above, raises a RequestError that begins with `what`."""
     read_end, write_end = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: of forks with threads; the child has one
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns about forking with threads
         child = os.fork()
     if not child:
         os.close(read_end)
@@ -40,7 +39,7 @@ def each_bounded(do: Callable[[Any], Any], items: Sequence[Any], what: str) -> l
         with open(read_end, "rb") as stream:
             while len(found) < len(items):
                 if not (line := stream.readline()).endswith(b"\n"):
-                    break  # it was stopped, maybe in the middle of a word
+                    break  # the child was killed, maybe in the middle of a line
                 made, error = json.loads(line)
                 if error is not None:
                     raise RequestError(error)
@@ -51,17 +50,17 @@ def each_bounded(do: Callable[[Any], Any], items: Sequence[Any], what: str) -> l
         os.waitpid(child, 0)
     if len(found) < len(items):
         raise RequestError(
-            f"{what} took more than {SECONDS_EACH} s of processor time, {WAITS_SECONDS} s in all or "
+            f"{what} took more than {SECONDS_EACH} s of CPU time, {WAITS_SECONDS} s of wall clock or "
             f"{MORE_BYTES >> 20} MiB, and was stopped, at {plain(repr(items[len(found)]))[:200]}."
         )
     return found
 
 
 def _serve(do: Callable[[Any], Any], items: Sequence[Any], what: str, write_end: int) -> NoReturn:
-    """In the child: one line of JSON for each item, until one fails."""
+    """In the child: write one line of JSON for each item, until one fails."""
     try:
-        gc.disable()  # it would touch, and so copy, all that the parent has
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are not forked
+        gc.disable()  # collecting would touch, and so copy, all of the parent's pages
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
         for ends in (signal.SIGXCPU, signal.SIGALRM):
             signal.signal(ends, signal.SIG_DFL)
         _lower(resource.RLIMIT_CORE, 0)
@@ -73,7 +72,7 @@ def _serve(do: Callable[[Any], Any], items: Sequence[Any], what: str, write_end:
                 _lower(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + SECONDS_EACH + 1)
                 _answer(do, item, what, stream)
     finally:
-        os._exit(0)  # nothing of the parent's is ended twice
+        os._exit(0)  # skip the parent's exit handlers
 
 
 def _answer(do: Callable[[Any], Any], item: Any, what: str, stream: BinaryIO) -> None:
@@ -81,12 +80,12 @@ def _answer(do: Callable[[Any], Any], item: Any, what: str, stream: BinaryIO) ->
     try:
         content = json.dumps([do(item), None]).encode()
         if len(content) > MOST_RESULT_BYTES:
-            error = f"{what} gives {len(content):,} bytes; at most {MOST_RESULT_BYTES:,} are read."
+            error = f"{what} produces {len(content):,} bytes; at most {MOST_RESULT_BYTES:,} are read."
     except RequestError as refused:
         error = str(refused)
     except MemoryError:
         error = f"{what} took more than {MORE_BYTES >> 20} MiB, and was stopped."
-    except Exception as failed:  # whatever a stranger's code raises
+    except Exception as failed:  # untrusted code can raise anything
         error = f"{what} fails: {type(failed).__name__}: {plain(first_line(failed))}."
     if error is not None:
         content = json.dumps([None, error]).encode()
@@ -95,9 +94,9 @@ def _answer(do: Callable[[Any], Any], item: Any, what: str, stream: BinaryIO) ->
 
 
 def _lower(limit: int, most: int) -> None:
-    """The soft limit alone, for this is set again and again; never above the hard one."""
+    """Lower only the soft limit, because it is set again for each item; never above the hard limit."""
     _, hard = resource.getrlimit(limit)
-    with suppress(ValueError, OSError):  # macOS has no RLIMIT_AS that holds
+    with suppress(ValueError, OSError):  # macOS does not enforce RLIMIT_AS
         resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
@@ -105,4 +104,4 @@ def _bytes_mapped() -> int:
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
-        return 2**40  # a system without /proc: time alone is bounded
+        return 2**40  # a system without /proc: only time is bounded

@@ -1,4 +1,4 @@
-"""Whether a file of a checkpoint may be opened by a library that opens it as a pickle."""
+"""Checks the files of a checkpoint that a library would open as pickles."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 from finetune.safe_read.pickles import guarded, load_checked
 from finetune.safe_read.sharded import check_sharded
 
-WRITTEN_ONLY = ("training_args.bin", "adapter_args.bin")  # the Trainer writes it and nobody opens it
-PICKLED = (".pt", ".pth", ".bin", ".metadata")  # what a library that resumes, loads or exports opens as a pickle
+WRITTEN_ONLY = ("training_args.bin", "adapter_args.bin")  # written by the Trainer and never read back
+PICKLED = (".pt", ".pth", ".bin", ".metadata")  # opened as pickles by libraries that resume, load or export
 
 
 def refuse_unsafe(path: Path) -> None:
-    """Look at one file of a checkpoint before a library opens it. Raises RequestError where opening it could run code,
-    or where it cannot be opened. `.distcp` files are looked at with their `.metadata`."""
+    """Check one file of a checkpoint before a library opens it. Raises RequestError if opening it could run code, or if
+    it cannot be opened. `.distcp` files are checked with their `.metadata`."""
     if path.name in WRITTEN_ONLY or not path.name.endswith(PICKLED):
         return
     if path.name.endswith(".metadata"):

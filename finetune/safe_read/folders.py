@@ -1,5 +1,5 @@
-"""A folder of a model or of data before a library opens it: what it would read is plain, of bounded size, and inside.
-Nothing in a model's makes transformers or peft fetch or import code, which takes --trust_remote_code."""
+"""Checks a folder of a model or of data before a library opens it: the library may read only regular files of bounded
+size inside the folder. Without --trust_remote_code, no model makes transformers or peft fetch or import code."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from finetune.errors import RequestError
 from finetune.safe_read.files import open_plain, read_bounded, refuse_outside, walk
 from finetune.safe_read.values import leaves, parse_yaml, read_json_object
 
-MOST_TOKENIZER_BYTES = 64 * 2**20  # with the largest vocabularies 35
+MOST_TOKENIZER_BYTES = 64 * 2**20  # the largest vocabularies take 35 MiB
 MOST_TEMPLATE_BYTES = 2**20
-# What transformers parses, each an object; large vocabularies are among them.
+# Files that transformers parses, each a JSON object; some hold large vocabularies.
 JSON_OBJECTS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
     "adapter_config.json",
 )  # fmt: skip
 CONFIGS = tuple(name for name in JSON_OBJECTS if name not in ("tokenizer.json", "added_tokens.json"))
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # what is opened with use_safetensors
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # the files that use_safetensors opens
 # How a config asks for code from elsewhere (transformers 5.23). An implementation with a slash is a kernel on the hub
-# (integrations/hub_kernels.py, is_kernel); some quantizers fetch kernels, all but these import packages by the config's
-# word (quantizers/auto.py); peft imports `megatron_core` and the parent of `auto_mapping` by name.
+# (integrations/hub_kernels.py, is_kernel); some quantizers fetch kernels, and all but those in QUANTIZERS import
+# packages that the config names (quantizers/auto.py); peft imports `megatron_core` and the parent of `auto_mapping`.
 PLAIN_NAME = re.compile(r"[\w|.-]*")
 QUANTIZERS = ("bitsandbytes",)
 FETCHING = ("custom_generate", "custom_pipelines", "kernel_config", "kernel_mapping", "use_kernels",
@@ -37,7 +37,7 @@ TABLES = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".parquet", ".arrow", ".md"
 
 
 def check_model_folder(folder: Path, said: str, trusts_code: bool = False) -> None:
-    """Raises RequestError, which begins with `said` or a path. `trusts_code`: the folder's code may run, and fetch."""
+    """Raises RequestError, beginning with `said` or a path. `trusts_code`: the folder's code may run, and fetch."""
     for path in sorted(folder.iterdir()):
         if path.name in JSON_OBJECTS:
             content = read_json_object(path, MOST_TOKENIZER_BYTES, folder)
@@ -56,8 +56,8 @@ def check_model_folder(folder: Path, said: str, trusts_code: bool = False) -> No
 
 
 def check_data_folder(folder: Path, said: str) -> None:
-    """In the hub's layout: its links and the patterns of its README.md, which say what to read, do not lead out of it
-    (datasets 5.2 follows both). Raises RequestError, which begins with `said` or a path."""
+    """Check that in a data folder with the hub's layout neither links nor the file patterns in its README.md lead out
+    of it (datasets 5.2 follows both). Raises RequestError, beginning with `said` or a path."""
     for base, folders, names in walk(folder):
         for name in (*folders, *names):
             path = Path(base, name)
@@ -76,7 +76,7 @@ def check_data_folder(folder: Path, said: str) -> None:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether there are safetensors by the names that are looked for: a file of another name is no weights."""
+    """Whether there are safetensors under the names that are loaded; a file of another name does not count."""
     return any((folder / name).is_file() for name in WEIGHTS)
 
 
@@ -84,13 +84,13 @@ def _check_index(content: dict[str, Any], name: str, said: str) -> None:
     places = content.get("weight_map")
     for place in places.values() if isinstance(places, dict) else ():
         if not isinstance(place, str) or Path(place).name != place:
-            raise RequestError(f"{said}: {name} names {str(place)[:80]!r}, which is no file beside it.")
+            raise RequestError(f"{said}: {name} names {str(place)[:80]!r}, which is not a file beside it.")
         if not place.endswith(".safetensors") and not name.endswith(".bin.index.json"):
-            raise RequestError(f"{said}: {name} names {place[:80]!r}, which is no safetensors file.")
+            raise RequestError(f"{said}: {name} names {place[:80]!r}, which is not a safetensors file.")
 
 
 def refuse_code(content: dict[str, Any], name: str, said: str) -> None:
-    """Raises RequestError where a config asks for code from elsewhere."""
+    """Raises RequestError if a config asks for code from elsewhere."""
     for key, value in _members(content):
         asks = key in FETCHING and bool(value)
         asks |= key.endswith("_implementation") and any(not _is_plain(one) for one in leaves(value))
@@ -99,7 +99,7 @@ def refuse_code(content: dict[str, Any], name: str, said: str) -> None:
         if asks:
             raise RequestError(
                 f"{said}: {name} has {key} {str(value)[:80]!r}, which may fetch or import code. Delete it there, or "
-                "say --trust_remote_code if you trust who wrote it."
+                "add --trust_remote_code if you trust the author."
             )
 
 
@@ -119,7 +119,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _members(value: Any) -> Iterator[tuple[str, Any]]:
-    """Of all objects at any depth."""
+    """The keys and values of all objects at any depth."""
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield from _members(part)
     if isinstance(value, dict):

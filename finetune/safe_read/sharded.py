@@ -1,5 +1,5 @@
-"""A sharded checkpoint (torch.distributed.checkpoint): its `.metadata` is a plain pickle that says which bytes of which
-`.distcp` file are which tensor or value, and torch opens the values beside tensors as plain pickles, too
+"""A sharded checkpoint (torch.distributed.checkpoint): its `.metadata` is a plain pickle that maps each tensor or value
+to bytes of a `.distcp` file, and torch opens the values that are not tensors as plain pickles, too
 (torch/distributed/checkpoint/default_planner.py, load_bytes)."""
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from finetune.safe_read.files import open_plain, read_bytes
 from finetune.safe_read.pickles import LARGEST_PICKLE_BYTES, load_plain, read_torch
 from finetune.safe_read.stand_ins import SHARDED, Index, Info, RefusedError, Tensor, Whole
 
-Place = tuple[str, int, int]  # a file beside the `.metadata`, the first byte in it, and how many
+Place = tuple[str, int, int]  # a file beside the `.metadata`, the first byte, and the number of bytes
 
 
 def check_sharded(path: Path) -> None:
-    """Raises RefusedError for a `.metadata` that asks for other classes than torch's own records, leads out of its
-    folder, or leads to a value that is more than plain."""
+    """Raises RefusedError for a `.metadata` that asks for classes other than torch's own records, points outside its
+    folder, or points to a value that would run code."""
     whole = load_plain(read_bytes(path, LARGEST_PICKLE_BYTES), SHARDED)
     if type(whole) is not Whole:
-        raise RefusedError("is no record of a sharded checkpoint")
+        raise RefusedError("is not the metadata of a sharded checkpoint")
     try:
         values = dict.fromkeys(_values(path.parent, vars(whole)))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise RefusedError(f"has a list of places that is none ({type(error).__name__}: {error})") from error
+        raise RefusedError(f"has an invalid list of places ({type(error).__name__}: {error})") from error
     if (total := sum(length for _, _, length in values)) > LARGEST_PICKLE_BYTES:
         raise RefusedError(f"has values of {total:,} bytes; at most {LARGEST_PICKLE_BYTES:,} are read")
     for name, offset, length in values:
@@ -35,11 +35,11 @@ def check_sharded(path: Path) -> None:
         try:
             read_torch(io.BytesIO(content), None)
         except RefusedError as error:
-            raise RefusedError(f"leads to a value in {name} that {error}") from error
+            raise RefusedError(f"points to a value in {name} that {error}") from error
 
 
 def _values(folder: Path, state: dict[str, Any]) -> Iterator[Place]:
-    """Of all that is stored what is no tensor: those torch itself reads with `weights_only=True`."""
+    """The places of all stored values that are not tensors; torch itself reads tensors with `weights_only=True`."""
     tensors = {name for name, kind in state["state_dict_metadata"].items() if type(kind) is Tensor}
     sizes: dict[str, int] = {}
     for index, info in state["storage_data"].items():
@@ -49,12 +49,12 @@ def _values(folder: Path, state: dict[str, Any]) -> Iterator[Place]:
         if not isinstance(name, str) or not name or "/" in name or "\\" in name or "\0" in name or name in (".", ".."):
             raise RefusedError(f"names a file outside its folder ({str(name)[:80]!r})")
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-            raise RefusedError(f"names bytes of {name} that cannot be")
+            raise RefusedError(f"names bytes of {name} that cannot exist")
         if vars(info).get("transform_descriptors"):
-            raise RefusedError(f"says that {name} is packed, which these recipes do not write")
+            raise RefusedError(f"says that {name} is compressed, which these recipes do not write")
         if name not in sizes:
             if not (file := folder / name).is_file():
-                raise RefusedError(f"names {name}, which is not beside it")
+                raise RefusedError(f"names {name}, which is not in its folder")
             sizes[name] = file.stat().st_size
         if offset + length > sizes[name]:
             raise RefusedError(f"names {length:,} bytes at {offset:,} of {name}, which is shorter")

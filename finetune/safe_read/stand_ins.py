@@ -1,8 +1,8 @@
-"""What stands for a class while a pickle is looked at: it takes what the true class takes from a checkpoint, and
-nothing else. So neither DeepSpeed's nor numpy's code is given a stranger's arguments before they have been looked at:
-numpy believes whatever a pickle says of an array's flags and fields.
+"""Stand-ins for the classes in a pickle while it is checked: each accepts what the real class gets from a checkpoint,
+and nothing else. So neither DeepSpeed's nor numpy's code sees untrusted arguments before they have been checked: numpy
+trusts whatever a pickle says about an array's flags and fields.
 
-Each is what a pickle calls, makes and fills (`__new__`, `__setstate__`), as torch/_weights_only_unpickler.py does it.
+A pickle creates them with `__new__` and fills them with `__setstate__`, as in torch/_weights_only_unpickler.py.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 
-ZERO_STAGES = ("disabled", "optimizer_states", "gradients", "weights")  # in the order of their numbers
-NUMBERS = {"u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f4", "f8"}  # numbers, as a random generator's state has
+ZERO_STAGES = ("disabled", "optimizer_states", "gradients", "weights")  # index = stage number
+NUMBERS = {"u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f4", "f8"}  # the dtypes in a random generator's state
 METADATA = "torch.distributed.checkpoint.metadata"
 
 
 class RefusedError(Exception):
-    """What is asked for is not what such a file holds. The message says what it was."""
+    """The file asks for something that such a file never holds. The message says what."""
 
 
 class _StandIn:
-    """Made without arguments; filling it is refused until a class says what it takes."""
+    """Takes no arguments, and refuses to be filled unless a subclass says what it accepts."""
 
     def __new__(cls, *given: Any) -> Any:
         if given:
@@ -35,7 +35,7 @@ class _StandIn:
         raise RefusedError(f"{type(self).__name__}, filled with {type(state).__name__}")
 
     def fill(self, state: Any, names: set[str] | None, kinds: tuple[type, ...]) -> None:
-        """With a dict of `names` (any where None) to values of `kinds`."""
+        """Take a dict with exactly the keys `names` (None: any), whose values have types in `kinds` (empty: any)."""
         if type(state) is not dict or (names is not None and set(state) != names):
             raise RefusedError(f"{type(self).__name__} with other attributes")
         for name, value in state.items():
@@ -59,16 +59,16 @@ class LossScale(_StandIn):
 
 
 class ZeroStage(_StandIn):
-    """deepspeed.runtime.zero.config.ZeroStageEnum: a stage by its number."""
+    """deepspeed.runtime.zero.config.ZeroStageEnum: a stage, given by its number."""
 
     def __new__(cls, *given: Any) -> Any:
         if len(given) != 1 or type(given[0]) is not int or not 0 <= given[0] < len(ZERO_STAGES):
-            raise RefusedError("ZeroStageEnum of no ZeRO stage")
+            raise RefusedError("ZeroStageEnum that is not a ZeRO stage")
         return given[0]
 
 
 class NumberKind(_StandIn):
-    """numpy.dtype, of numbers and by name alone. Python 2 wrote texts as bytes."""
+    """numpy.dtype, only of numbers and by name. Python 2 wrote strings as bytes."""
 
     dtype: np.dtype[Any]
 
@@ -97,7 +97,7 @@ class Array(_StandIn):
 
     def __new__(cls, *given: Any) -> Any:
         if len(given) != 3 or given[0] is not ArrayClass or given[1] != (0,) or _text(given[2]) != "b":
-            raise RefusedError("numpy's _reconstruct of no empty array")
+            raise RefusedError("numpy's _reconstruct of an array that is not empty")
         return object.__new__(cls)
 
     def __setstate__(self, state: Any) -> None:
@@ -106,13 +106,13 @@ class Array(_StandIn):
         _, shape, kind, _, content = state
         sides = isinstance(shape, tuple) and all(type(side) is int and side >= 0 for side in shape)
         if not sides or type(kind) is not NumberKind or not isinstance(content, bytes):
-            raise RefusedError("numpy.ndarray of no numbers")
+            raise RefusedError("numpy.ndarray of something other than numbers")
         if math.prod(shape) * kind.dtype.itemsize != len(content):
             raise RefusedError("numpy.ndarray with more or fewer bytes than its shape")
 
 
 class Record(_StandIn):
-    """One of torch's records of a sharded checkpoint, of whose state that which has names is kept."""
+    """One of torch's records of a sharded checkpoint; keeps its state if that is a dict."""
 
     def __setstate__(self, state: Any) -> None:
         if type(state) is dict:
@@ -132,11 +132,11 @@ class Tensor(Record): ...
 
 
 class Word(_StandIn):
-    """A value that only says a word: a layout, a path."""
+    """A value that only holds words or numbers: a layout, a path."""
 
     def __new__(cls, *given: Any) -> Any:
         if not all(type(one) in (str, int) for one in given):
-            raise RefusedError(f"{cls.__name__} that is none")
+            raise RefusedError(f"{cls.__name__} with other arguments")
         return object.__new__(cls)
 
 
@@ -145,8 +145,8 @@ class MemoryFormat(Word):
 
 
 class Member(_StandIn):
-    """`getattr(class, name)`, as Python 3.11.0 to 3.11.3 pickle a member of an enumeration (python/cpython#26658); the
-    others call the class with its value. Of the two classes that files have it from, and of no other object."""
+    """`getattr(class, name)`, as Python 3.11.0 to 3.11.3 pickle an enum member (python/cpython#26658); other versions
+    call the class with its value. Only for the two classes that occur in such files."""
 
     def __new__(cls, *given: Any) -> Any:
         if len(given) == 2 and type(given[1]) is str:
@@ -154,7 +154,7 @@ class Member(_StandIn):
                 return ZERO_STAGES.index(given[1])
             if given[0] is MemoryFormat and given[1].startswith("TORCH_"):
                 return MemoryFormat(given[1])
-        raise RefusedError("getattr of no enumeration")
+        raise RefusedError("getattr of something other than an enumeration")
 
 
 class Size(_StandIn):
@@ -163,7 +163,7 @@ class Size(_StandIn):
     def __new__(cls, *given: Any) -> Any:
         sides = given[0] if len(given) == 1 else None
         if not isinstance(sides, tuple | list) or not all(type(side) is int for side in sides):
-            raise RefusedError("torch.Size that is none")
+            raise RefusedError("torch.Size that is not a tuple of integers")
         return tuple(sides)
 
 
@@ -171,7 +171,7 @@ def _text(value: Any) -> str:
     return value.decode("latin1") if isinstance(value, bytes) else value if isinstance(value, str) else ""
 
 
-Names = dict[str, Callable[..., Any]]  # by the name that a pickle gives
+Names = dict[str, Callable[..., Any]]  # keyed by the name in the pickle
 
 NUMPY: Names = {
     "numpy._core.multiarray._reconstruct": Array,
@@ -179,7 +179,7 @@ NUMPY: Names = {
     "numpy.ndarray": ArrayClass,
     "numpy.dtype": NumberKind,
 }
-# Looked at one by one: none is a function that takes more than its stand-in.
+# Reviewed one by one: no real function accepts more than its stand-in.
 STAND_INS: Names = NUMPY | {
     "deepspeed.utils.tensor_fragment.fragment_address": Fragment,
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": LossScale,
@@ -188,7 +188,7 @@ STAND_INS: Names = NUMPY | {
     "builtins.getattr": Member,
 }
 DTYPES = {str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
-SHARDED: Names = DTYPES | {  # of a `.metadata`
+SHARDED: Names = DTYPES | {  # for a `.metadata`
     f"{METADATA}.Metadata": Whole,
     f"{METADATA}.BytesStorageMetadata": Record,
     f"{METADATA}.MetadataIndex": Index,
@@ -204,14 +204,14 @@ SHARDED: Names = DTYPES | {  # of a `.metadata`
     "pathlib.PosixPath": Word,
 }
 
-# Of what torch takes by itself under weights_only, that which checkpoints hold. bytearray, for one, is not among them:
-# torch would make one of any length.
+# The subset of what torch allows under weights_only that checkpoints hold. bytearray, for one, is left out: torch would
+# allocate one of any length.
 TORCH_NAMES = {
     "collections.OrderedDict",
     "builtins.set",
     "_codecs.encode",
     "torch.Size",
-    "torch.Tensor",  # ZeRO-3's flat buffers have attributes, which are kept by the next
+    "torch.Tensor",  # ZeRO-3's flat buffers have attributes, which the next entry restores
     "torch._tensor._rebuild_from_type_v2",
     "torch.device",
     "torch._utils._rebuild_tensor",

@@ -1,4 +1,4 @@
-"""JSON and YAML from anybody: of bounded size and depth, and with an error of ours for whatever is wrong."""
+"""Untrusted JSON and YAML: of bounded size and depth, and with RequestError for whatever is wrong."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ import yaml
 from finetune.errors import RequestError, first_line
 from finetune.safe_read.files import MOST_BYTES, read_bounded
 
-MOST_YAML_BYTES = 2**18  # PyYAML takes a second for a MiB, and integers as keys may be chosen so that they collide
+MOST_YAML_BYTES = 2**18  # PyYAML takes a second per MiB, and integer keys can be crafted so that their hashes collide
 MOST_VALUES = 4_000_000  # of JSON: the largest tokenizers have a million; each takes up to a hundred bytes
 MOST_LINES = 1_000_000
-DEEPEST = 50  # levels of objects and lists in each other; what recipes and benches write has 6
+DEEPEST = 50  # levels of nested objects and lists; what recipes and benchmarks write has 6
 MOST_DIGITS = 400  # of an integer: more than the largest float has
-MOST_BITS = 1_400  # the same, for YAML's hexadecimals
-# Texts, of which the last may have no end, and brackets.
+MOST_BITS = 1_400  # the same, for YAML's hexadecimal integers
+# Strings, the last of which may be unterminated, and brackets.
 TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[\[{]|[\]}]', re.DOTALL)
-SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the other takes seconds for a file of brackets
-# What PyYAML's constructors raise for a tag over another value, as `!!int ""`, beside its own errors.
+SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the Python one takes seconds for a file of brackets
+# What PyYAML's constructors raise, besides its own errors, for a tag that does not fit its value, such as `!!int ""`.
 YAML_ERRORS = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError)
 
 
 def read_json_object(
     path: Path, most: int = MOST_BYTES, inside: Path | None = None, strict: bool = False, name: str | None = None
 ) -> dict[str, Any]:
-    """A JSON object. Raises RequestError, with `name` or the path, for whatever is none."""
+    """Read a JSON object. Raises RequestError, with `name` or the path, for anything else."""
     said = name or str(path)
     found = parse_json(read_bounded(path, most, inside, said), said, strict)
     if not isinstance(found, dict):
-        raise RequestError(f"{said}: is no JSON object.")
+        raise RequestError(f"{said}: is not a JSON object.")
     return found
 
 
 def read_json_lines(path: Path, inside: Path | None = None) -> tuple[list[tuple[int, Any]], int]:
-    """The values of a file with one in each line, with the lines' numbers from 1; and how many lines are none, as a
-    kill tears the last. Raises RequestError for what is no such file."""
+    """The values of a JSON Lines file with their line numbers, from 1; and the number of lines that do not parse, as
+    the last one of a killed run may not. Raises RequestError for a file that cannot be read."""
     lines = read_bounded(path, inside=inside).split("\n")
     if len(lines) > MOST_LINES:
-        raise RequestError(f"{path}: has {len(lines):,} lines, and more than {MOST_LINES:,} are not read.")
+        raise RequestError(f"{path}: has {len(lines):,} lines; at most {MOST_LINES:,} are read.")
     found, torn = [], 0
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -54,14 +54,14 @@ def read_json_lines(path: Path, inside: Path | None = None) -> tuple[list[tuple[
 
 
 def parse_json(text: str, place: str, strict: bool = False) -> Any:
-    """Raises RequestError that begins with `place`. `strict`: without NaN, and without a key that is there twice."""
+    """Raises RequestError that begins with `place`. `strict` also refuses NaN and duplicate keys."""
     _refuse_bomb(text, place)
     try:
         if strict:
             return json.loads(text, parse_int=_integer, parse_constant=_refused, object_pairs_hook=_once)
         return json.loads(text, parse_int=_integer)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"{place}: is no JSON ({first_line(error)}).") from error
+        raise RequestError(f"{place}: is not valid JSON ({first_line(error)}).") from error
 
 
 def _refuse_bomb(text: str, place: str) -> None:
@@ -83,7 +83,7 @@ def _integer(digits: str) -> int:
 
 
 def _refused(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not valid JSON")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_yaml(path: Path, name: str | None = None, loader: Any = SAFE_LOADER, inside: Path | None = None) -> Any:
-    """YAML of plain values, without tags of objects and without aliases: ten of ten aliases each are 10**10 values.
+    """Read YAML of plain values, without object tags and without aliases: ten levels of ten aliases are 10**10 values.
     `loader` must be a kind of yaml.SafeLoader. Raises RequestError that begins with `name`, line and column."""
     return parse_yaml(read_bounded(path, MOST_YAML_BYTES, inside), name or str(path), loader)
 
@@ -102,7 +102,7 @@ def read_yaml(path: Path, name: str | None = None, loader: Any = SAFE_LOADER, in
 def parse_yaml(text: str, place: str, loader: Any = SAFE_LOADER) -> Any:
     level = 0
     if len(text) > MOST_YAML_BYTES:
-        raise RequestError(f"{place}: has {len(text):,} letters of YAML; at most {MOST_YAML_BYTES:,} are read.")
+        raise RequestError(f"{place}: has {len(text):,} characters of YAML; at most {MOST_YAML_BYTES:,} are read.")
     try:
         for event in yaml.parse(text, Loader=SAFE_LOADER):
             level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -121,14 +121,14 @@ def parse_yaml(text: str, place: str, loader: Any = SAFE_LOADER) -> Any:
 
 def _not_taken(event: Any, level: int) -> str | None:
     if isinstance(event, yaml.AliasEvent):
-        return "has an alias, which is not taken; write it out"
+        return "has an alias, which is not supported; write it out"
     if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and event.value == "<<":
-        return "has a merge key, which is not taken; write it out"
+        return "has a merge key, which is not supported; write it out"
     return f"is nested deeper than {DEEPEST} levels" if level > DEEPEST else None
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """What objects and lists hold at any depth, but for objects and lists."""
+    """All values in nested objects and lists that are not themselves objects or lists."""
     if isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             yield from leaves(part)
@@ -137,12 +137,12 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def _refuse_huge(found: Any) -> None:
-    """Integers beyond all floats, which Python refuses to write from some length on. Raises ValueError."""
+    """Raises ValueError for integers larger than any float; Python refuses to print them above some length."""
     waiting = [found]
     while waiting:
         one = waiting.pop()
         if isinstance(one, int) and one.bit_length() > MOST_BITS:
-            raise ValueError("an integer beyond all floats")
+            raise ValueError("an integer larger than any float")
         if isinstance(one, dict):
             waiting += [*one, *one.values()]
         elif isinstance(one, list | tuple | set):

@@ -50,7 +50,7 @@ FAULTY = f'{{ {ZERO2},\n  "gradient_cliping": 1.0,\n}}\n'
         (["plan", "gpt2", "--gpu", "0"], "finetune: --gpu 0: there is no such machine."),
         (["export"], "the following arguments are required: CHECKPOINT, OUT. `finetune export --help`"),
         (["doctor", "--xyzzy"], "unknown flag --xyzzy for `finetune doctor`. `finetune doctor --help` lists them."),
-        (["doctor", "runs"], "runs: that is one argument too many for `finetune doctor`"),
+        (["doctor", "runs"], "runs: this is one argument too many for `finetune doctor`"),
         (["--verison", "doctor"], "unknown flag --verison for `finetune`. Did you mean --version?"),
         (
             ["launch", "--nodse", "2", "recipes/seq_cls.py", "--onyl"],

@@ -95,7 +95,7 @@ def test_one_of_another_version_and_one_that_is_torn_are_told_apart(
     (run / "superseded-checkpoint-8").mkdir()
     out = said(capsys, ["ls", run], 0)
     assert "unverified: checkpoint-4/manifest.json" in out
-    assert "broken: checkpoint-2/manifest.json: is no JSON" in out
+    assert "broken: checkpoint-2/manifest.json: is not valid JSON" in out
     assert "Left by an interrupted run, or being written now: unfinished-checkpoint-9." in out
     assert "Set aside by a run that resumed at an earlier step; you may delete them: superseded-checkpoint-8." in out
     said(capsys, ["verify", run / "checkpoint-4"], 1)  # nobody can say that it is whole

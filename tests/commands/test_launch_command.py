@@ -198,14 +198,14 @@ def test_names_of_files_and_interfaces_are_quoted_too(tmp_path: Path, capsys: py
         (["--launcher", "torchrun", "--no_ssh", RECIPE], "Leave it out"),
         (["--launcher", "accelerate", RECIPE, "--fsdp", "full_shard offload"], "takes FSDP's options from a file"),
         (["--image", "it", "/usr/lib/python3/it.py"], "there is no such recipe"),
-        (["--image", "it", "--hostfile", "/etc/hosts", RECIPE], "is no host"),
+        (["--image", "it", "--hostfile", "/etc/hosts", RECIPE], "is not a host"),
         ([RECIPE, "--nodes", "2"], "Put it before"),
         (["--nodes", "2", "--master_addr", "10.0.0.1:29500", RECIPE], "The port is --master_port"),
-        (["--hostfile", "recipes/launch/hostfile", RECIPE, "--output_dir", '{"a":1}'], "would read it once more"),
+        (["--hostfile", "recipes/launch/hostfile", RECIPE, "--output_dir", '{"a":1}'], "would parse it again"),
         (["--launcher", "accelerate", RECIPE, "--fsdp", "True", "--deepspeed", "zero2"], "contradict each other"),
         (["--image", "it", "--launcher", "deepspeed", "--hostfile", "recipes/launch/hostfile", RECIPE], "Add --no_ssh"),
         (["--launcher", "python", "--gpus_per_node", "2", RECIPE], "starts one process"),
-        (["--master_port", "0", RECIPE], "is no port"),
+        (["--master_port", "0", RECIPE], "is not a valid port"),
     ],
 )
 def test_what_cannot_be_composed_is_said(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,7 +77,7 @@ def test_tables_are_read_as_what_their_bytes_show_and_that_is_said(
     rows = open_stream(arguments) if streaming else load_tables(arguments)[0]["train"]
     assert [row["text"] for row in rows] == texts
     assert encoding_notes(arguments, ("train", "validation")) == (
-        f"rows{suffix} read as {found} (--encoding says another)",
+        f"rows{suffix} read as {found} (--encoding overrides this)",
     )
 
 
@@ -92,7 +92,7 @@ def test_a_text_file_is_read_likewise(
     kept.write_text(text, encoding="utf-8")
     corpus = open_corpus(CorpusArguments(train_file=str(path), validation_file=str(kept), streaming=streaming), seed=1)
     assert "".join(row["text"] for row in corpus.train) == text
-    assert corpus.notes == (f"book.txt read as {found} (--encoding says another)",)
+    assert corpus.notes == (f"book.txt read as {found} (--encoding overrides this)",)
 
 
 def test_tagged_words_are_read_likewise(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_tagged_words_are_read_likewise(tmp_path: Path) -> None:
 def test_what_bytes_do_not_show_is_asked_for_and_then_read(encoding: str, texts: list[str], tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_bytes(as_csv(texts).encode(encoding))
-    with pytest.raises(RequestError, match=r"--train_file .*rows\.csv: is not UTF-8 .*Say it by --encoding"):
+    with pytest.raises(RequestError, match=r"--train_file .*rows\.csv: is not UTF-8 .*Set --encoding"):
         load_tables(DataArguments(train_file=str(path)))
     arguments = DataArguments(train_file=str(path), encoding=encoding)
     assert load_tables(arguments)[0]["train"]["text"][:] == texts

@@ -274,7 +274,7 @@ def test_a_conversation_that_the_template_refuses_is_quoted() -> None:
 def test_a_turn_without_words_is_for_the_template_to_know() -> None:
     turns = [{"role": "user", "content": None}]
     assert conversation(tokenizer("{% for m in messages %}[{{ m['role'] }}]{% endfor %}"), turns)
-    with pytest.raises(RequestError, match="takes no such conversation"):
+    with pytest.raises(RequestError, match="rejects a conversation"):
         conversation(tokenizer(), turns)
 
 

@@ -157,7 +157,7 @@ def test_one_column_is_not_text_and_label() -> None:
 
 def test_text_and_label_that_are_exchanged_are_refused() -> None:
     rows = [{"text": f"some words {i}", "label": str(i % 2)} for i in range(8)]
-    with pytest.raises(RequestError, match=r"'label' would be read as text, and 'text' as label.* the other way round"):
+    with pytest.raises(RequestError, match=r"'label' would be read as text, and 'text' as label. Swap them"):
         find_columns(rows, None, "text", "the training data")
 
 
@@ -175,7 +175,7 @@ def test_fractions_are_a_regression_whatever_classes_the_model_was_trained_on() 
 
 def test_an_infinite_number_among_numbers_to_predict_is_refused_unless_they_are_said_to_be_classes() -> None:
     values = Counter(["0.5", "inf", "0.7", "1.3"])
-    with pytest.raises(RequestError, match="here: the label 'inf' is not finite, and the others are numbers"):
+    with pytest.raises(RequestError, match="here: the label 'inf' is not finite, but the others are numbers"):
         find_labels(values, None, None, "here")
     assert find_labels(values, "classification", None, "here").names == ("0.5", "0.7", "1.3", "inf")
     assert find_labels(Counter(["1", "2", "inf"]), None, None, "here").task == "classification"

@@ -263,16 +263,16 @@ def test_blocks_in_which_nothing_is_learnt_are_left_out(tmp_path: Path) -> None:
     for packing in ("none", "wrapped", "bfd"):
         train = prepared(tokenizer, block_size=32, blocks={"packing": packing}, train_file=path).splits["train"]
         assert all((item["labels"] != IGNORED).any() for item in train)
-    with pytest.raises(RequestError, match=r"the turns of role `assistant` are, and the roles here are gpt, user"):
+    with pytest.raises(RequestError, match=r"only turns of role `assistant` are learned, .* here are gpt, user"):
         prepared(tokenizer, block_size=32, train_file=chats(tmp_path, "gpt", ["a", "b", "c"]))
 
 
 @pytest.mark.parametrize(
     ("packing", "said"),
     [
-        ("none", "9 of 18 conversations are longer than --block_size 32 and are cut, so that 95% of what is learnt"),
-        ("bfd", "9 of 18 conversations are longer than --block_size 32 and are cut, so that 95% of what is learnt"),
-        ("wrapped", "conversations do not lie whole in a block of 32 and are cut"),
+        ("none", "9 of 18 conversations are longer than --block_size 32 and are cut: 95% of the trained tokens"),
+        ("bfd", "9 of 18 conversations are longer than --block_size 32 and are cut: 95% of the trained tokens"),
+        ("wrapped", "conversations do not fit into one block of 32 and are cut"),
     ],
 )
 def test_conversations_that_blocks_cut_are_counted_with_what_is_learnt_without_a_beginning(
@@ -308,7 +308,7 @@ def test_a_stream_with_less_than_a_block_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"train_file": "text"}, "of a single text nothing is held out"),
+        ({"train_file": "text"}, "cannot hold out part of a single text"),
         ({"validation_split_percentage": 1e-9}, "too few documents to hold any out"),
     ],
     ids=["one text", "too few"],
@@ -363,7 +363,7 @@ def test_text_of_another_encoding_is_refused_and_line_ends_are_alike(tmp_path: P
 def test_a_table_without_text_lists_its_columns(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("price,size\n1,2\n3,4\n")
-    with pytest.raises(RequestError, match=r"it has price, size\. Name one by --text_column_name, or rename columns"):
+    with pytest.raises(RequestError, match=r"it has price, size\. Name one with --text_column_name, or rename columns"):
         prepared(train_file=str(path))
 
 
@@ -419,7 +419,7 @@ def test_what_chats_teach_is_chosen_said_and_part_of_what_is_cached(tmp_path: Pa
     data, text = learnt()
     end = data.tokenizer.eos_token
     assert text == f"<think>Hm.</think>Yes.{end}" * 2
-    assert "; the tokenizer brings no chat template" in data.account.describe()
+    assert "; the tokenizer has no chat template" in data.account.describe()
     assert data.account.turn_ends == [data.tokenizer.eos_token_id]
     assert learnt(train_on="last", reasoning="strip")[1] == f"Yes.{end}"
     data, text = learnt(chat_template="chatml", reasoning="strip")
@@ -432,7 +432,7 @@ def test_what_chats_teach_is_chosen_said_and_part_of_what_is_cached(tmp_path: Pa
         mine.write_text("{% for m in messages %}{{ m.role }}:{{ m.content }}" + mark + "{% endfor %}")
         data, text = learnt(chat_template=str(mine), train_on="last", reasoning="strip")
         assert text == f"Yes.{mark}", "what the file says counts, not its name"
-        assert f"Yes.{mark}', for which the tokenizer has no token of its own" in data.account.describe()
+        assert f"Yes.{mark}', which is not a special token" in data.account.describe()
 
 
 @pytest.mark.parametrize("flags", [{"train_on": "last"}, {"reasoning": "strip"}, {"chat_template": "chatml"}])

@@ -72,14 +72,14 @@ def test_conversations_of_all_files_are_compared_without_what_the_system_says(dr
     corpora = open_corpora(CorpusArguments(**flags, drop_duplicates=drops), seed=1)
     assert [len(one.train) for one in corpora] == ([39, 10] if drops else [40, 14])
     (note,) = corpora[0].notes
-    end = "; 5 dropped" if drops else "; --drop_duplicates True leaves these out of training"
+    end = "; 5 dropped" if drops else "; --drop_duplicates True drops these from training"
     assert note == (
         "4 exact and 0 near duplicates among 54 training documents; "
-        "1 of 1 held-out ones have 13 words in a row of theirs" + end
+        "1 of 1 held-out documents share 13 words in a row with them" + end
     )
 
 
 def test_a_stream_is_not_compared() -> None:
     words = "--train_file a.jsonl --streaming True --max_steps 2 --tokenizer byte --drop_duplicates True"
-    with pytest.raises(RequestError, match=r"drop_duplicates.*A stream is not compared"):
+    with pytest.raises(RequestError, match=r"drop_duplicates.*A stream is not searched"):
         resolve(recipes()["causal_lm"], words.split(), Launch(), is_here=False)

@@ -46,7 +46,7 @@ def test_columns_are_found_by_their_names(names: list[str], kind: str, texts: An
 
 def test_other_names_are_refused_and_can_be_renamed() -> None:
     rows = [{"title": f"a{n}", "body": f"b{n}"} for n in range(8)]
-    with pytest.raises(RequestError, match=r"the names that are known.*It has title, body.*--column_mapping"):
+    with pytest.raises(RequestError, match=r"no columns with known names.*It has title, body.*--column_mapping"):
         cleaned(rows)
     with pytest.raises(RequestError, match=r"Preferences are for recipes/preference\.py"):
         find_rows(["prompt", "chosen", "rejected"], "here")
@@ -63,7 +63,7 @@ def test_lists_of_positives_are_rows_and_lists_of_negatives_are_as_many_as_the_f
     assert {"text_0", "text_1", "text_2", "text_3"} < set(table.column_names)
     assert "text_4" not in table.column_names
     assert len(table) + len(found.splits["validation"]) == 16
-    assert any("up to 3 negatives, and the first 2" in note for note in found.notes)
+    assert any("up to 3 negatives; the first 2" in note for note in found.notes)
 
 
 def test_an_anchor_is_on_one_side_alone() -> None:
@@ -192,5 +192,5 @@ def test_the_models_own_document_prompt_is_no_mistake_of_the_user() -> None:
     rows = [{"text": f"{label} {i}", "label": label} for label in "ab" for i in range(8)]
     cleaned(rows, document_prompt="passage: ")
     tables = {"train": Dataset.from_list(rows)}
-    with pytest.raises(RequestError, match="does nothing, for each row is one text"):
+    with pytest.raises(RequestError, match="has no effect, because each row is one text"):
         clean_rows(tables, EmbeddingDataArguments(), CUT, seed=0, said_prompt="passage: ")

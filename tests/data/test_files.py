@@ -65,7 +65,7 @@ REFUSED = [
     pytest.param("a.jsonl", '{"text": "a"}\n{"text": \n', r"line 2, column", id="broken json line"),
     pytest.param("a.csv", "", "the file is empty", id="empty file"),
     pytest.param("a.csv", "text,label\n", "no rows", id="a header alone"),
-    pytest.param("a.csv", "text,text\na,1\n", "two columns have one name", id="one name twice"),
+    pytest.param("a.csv", "text,text\na,1\n", "two columns have the same name", id="one name twice"),
     pytest.param("a.xlsx", "text", "cannot tell what it is", id="a spreadsheet"),
     pytest.param("a.parquet", "text", "cannot be read as parquet", id="no parquet at all"),
 ]
@@ -105,13 +105,17 @@ def test_real_sst2_is_read_whole(sst2: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.csv", "text,label\na b,1\nc, d,0\n", "line 3 has 3 cells, and there are 2 columns"),
-        ("a.csv", "text,label\n1,2,3\n4,5,6\n", "line 2 has 3 cells, and there are 2 columns"),
-        ("a.csv", "text,label\na,1,\nb,0,\n", "line 2 has 3 cells, and there are 2 columns"),
+        ("a.csv", "text,label\na b,1\nc, d,0\n", "line 3 has 3 cells, but there are 2 columns"),
+        ("a.csv", "text,label\n1,2,3\n4,5,6\n", "line 2 has 3 cells, but there are 2 columns"),
+        ("a.csv", "text,label\na,1,\nb,0,\n", "line 2 has 3 cells, but there are 2 columns"),
         ("a.csv", 'text,label\n"a\nb",1\nc, d,0\n', "line 4 has 3 cells"),
-        ("a.tsv", "text\tlabel\na b\t1\nc\td\t0\n", "line 3 has 3 cells, and there are 2 columns"),
-        ("a.csv", "text,label\n" + "a b,1\n" * 300 + "c, d,0\n", "line 302 has 3 cells, and there are 2 columns"),
-        ("a.csv", 'text,label\n"a b",1\n"c d,0\n"e",1\n"f",0\n', "line 3 opens .* lines 3 to 4 would be one. Close it"),
+        ("a.tsv", "text\tlabel\na b\t1\nc\td\t0\n", "line 3 has 3 cells, but there are 2 columns"),
+        ("a.csv", "text,label\n" + "a b,1\n" * 300 + "c, d,0\n", "line 302 has 3 cells, but there are 2 columns"),
+        (
+            "a.csv",
+            'text,label\n"a b",1\n"c d,0\n"e",1\n"f",0\n',
+            "line 3 opens .* lines 3 to 4 would be one row. Close it",
+        ),
         ("a.csv", 'text,label\n"c, d,0\nx,1\ny,0\n"e f",1\n', "line 2 opens .* lines 2 to 5 would be one"),
         (
             "a.csv",
@@ -139,7 +143,9 @@ def test_a_text_of_one_column_is_told_what_it_lacks(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("One line of text.\nAnother line.\n")
     tables, _ = load_tables(DataArguments(train_file=str(path)))
-    with pytest.raises(RequestError, match=r"has one column, 'One line of text.', and no label .*txt lie between tabs"):
+    with pytest.raises(
+        RequestError, match=r"has one column, 'One line of text.', and no label.*txt file, tabs separate columns"
+    ):
         clean_tables(tables, DataArguments(), PreparationArguments(), 1)
 
 

@@ -95,7 +95,10 @@ def test_texts_stay_a_prompt_and_its_completion_without_turns() -> None:
             {"instruction": "a", "context": "b", "response": "c"},
             r"it has instruction, context, response\..*--column_mapping",
         ),
-        ({"dialogue": "a b", "summary": "c"}, "--column_mapping dialogue=prompt summary=completion, or the text alone"),
+        (
+            {"dialogue": "a b", "summary": "c"},
+            "--column_mapping dialogue=prompt summary=completion, or on the text with",
+        ),
         (
             {"prompt": "a", "chosen": "b", "rejected": "c"},
             r"recipes/preference\.py.*--column_mapping chosen=completion",
@@ -195,9 +198,9 @@ def test_the_documentation_has_every_format() -> None:
     ("words", "wrong"),
     [
         ("talk=messages", "has no column 'talk'"),
-        ("id=body", "has a column 'body' beside 'id'"),
+        ("id=body", "has a column 'body' as well as 'id'"),
         ("id", "must be OLD=NEW"),
-        ("title=text id=text", "each but once"),
+        ("title=text id=text", "each used only once"),
         ("title=text", ""),
         ("body=question title=answer", ""),
     ],
@@ -231,7 +234,7 @@ ALTERNATING = (
     ("template", "turns", "words"),
     [
         (BARE, [USER, MODEL], "writes no mark after the assistant's words in any conversation"),
-        (ALTERNATING, [USER, USER, MODEL], r"a.jsonl line \d+: .* takes no such conversation \(roles must alternate\)"),
+        (ALTERNATING, [USER, USER, MODEL], r"a.jsonl line \d+: .* rejects a conversation \(roles must alternate\)"),
     ],
 )
 def test_what_would_be_wrong_in_silence_is_refused(template: str, turns: Any, words: str, tmp_path: Path) -> None:
@@ -248,7 +251,7 @@ def test_what_does_no_harm_is_said_and_learnt(tmp_path: Path) -> None:
     for template, turns, flags, words in (
         (BARE, [USER, MODEL], {"train_on": "all"}, "messages, 20 conversations"),
         (ENDED, [USER, USER, MODEL], {}, "a role speaks twice in a row"),
-        (ENDED, [USER, {"role": "assistant", "content": ""}, *AGAIN], {}, "have an empty turn of the assistant"),
+        (ENDED, [USER, {"role": "assistant", "content": ""}, *AGAIN], {}, "have an empty assistant turn"),
     ):
         (tmp_path / "own.jinja").write_text(template)
         path.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(20)))

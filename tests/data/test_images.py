@@ -66,7 +66,7 @@ def test_a_folder_is_split_by_class_resized_and_said_to_be(folder: Path) -> None
     assert sorted(held_out.tolist()) == [0, 0, 1]
     assert data.splits["train"][0]["pixel_values"].shape == (3, 24, 24)
     assert "24 x 24 pixels from 40 x 30, 20 x 20" in data.describe()
-    assert "1 other files not looked at" in data.describe()
+    assert "1 other files not used" in data.describe()
     again = prepare(train_dir=str(folder), image_size=24)
     assert np.array_equal(again.splits["train"].pixels, data.splits["train"].pixels)
 
@@ -124,7 +124,7 @@ def _deep(folder: Path) -> None:
     ("spoil", "reason"),
     [
         pytest.param(_cut_off, "0.png .*", id="cut off"),
-        pytest.param(_text, "0.png is no picture", id="PostScript by the name of a picture"),
+        pytest.param(_text, "0.png is not a picture", id="PostScript by the name of a picture"),
         pytest.param(_deep, "0.png has pixels of more than 8 bits", id="16 bits"),
     ],
 )
@@ -146,7 +146,7 @@ def test_bad_pictures_of_all_splits_are_named_at_once(both: bool, folder: Path) 
     with pytest.raises(RequestError) as caught:
         prepare({"validation_fraction": 0.5}, train_dir=str(folder), **arguments)
     said = str(caught.value)
-    assert all(said.count(f"{name} is no picture") == (2 if both else 1) for name in names)
+    assert all(said.count(f"{name} is not a picture") == (2 if both else 1) for name in names)
     assert "the train data has 4 of 30 pictures" in said
     assert ("the validation data has 4 of 30 pictures" in said) == both
 
@@ -158,7 +158,7 @@ def test_a_folder_that_a_dot_hides_and_a_class_of_one_picture_are_said(folder: P
     data = prepare(train_dir=str(folder))
     assert data.labels.names == ("blue", "red", "white")
     said = data.describe()
-    assert "hidden by a dot and left out: .green, of one picture and only trained on: white" in said
+    assert "hidden folders left out: .green, classes with a single picture, for training only: white" in said
     assert "trained on" not in prepare(train_dir=str(folder), validation_dir=str(folder)).describe()
 
 
@@ -219,15 +219,15 @@ def _unknown_class(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        pytest.param(_lone_class, r"has 1 class\(es\): deeper. To tell pictures apart takes two", id="one class"),
-        pytest.param(_empty, "no sub-folder with pictures .* it holds nothing", id="empty folder"),
+        pytest.param(_lone_class, r"has 1 class\(es\): deeper. Classification needs two", id="one class"),
+        pytest.param(_empty, "no subfolder with pictures .* it holds nothing", id="empty folder"),
         pytest.param(_empty_class, "has no picture in green", id="empty class"),
-        pytest.param(_splits, "holds train, val, which are splits and no classes", id="splits"),
+        pytest.param(_splits, "holds train, val, which are splits, not classes", id="splits"),
         pytest.param(_unknown_class, "validation data has classes .* 'green'", id="unknown class"),
         pytest.param(lambda _: {"train_dir": "nowhere"}, "there is no such folder", id="no folder"),
         pytest.param(lambda _: {"cifar_dir": "nowhere"}, "there is no such folder", id="no CIFAR"),
         pytest.param(lambda _: {"image_size": 8, "crop": 8}, "--crop_padding is 8, .* 8 x 8 .* less than 8", id="crop"),
-        pytest.param(lambda _: {"dataset_name": "nobody/nothing"}, "Offline. Give a folder by --train_dir", id="hub"),
+        pytest.param(lambda _: {"dataset_name": "nobody/nothing"}, "Offline. Give a folder with --train_dir", id="hub"),
     ],
 )
 def test_what_cannot_be_learnt_from_is_refused_with_its_mend(
@@ -366,12 +366,12 @@ def _and_touches(marker: Path) -> bytes:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        pytest.param(_calls_touch, "is no batch of CIFAR-10", id="__reduce__"),
-        pytest.param(_calls_system, "is no batch of CIFAR-10", id="os.system"),
-        pytest.param(_calls_eval_in_numpy, "is no batch of CIFAR-10", id="code by numpy"),
-        pytest.param(_dotted, "is no batch of CIFAR-10", id="dotted name"),
-        pytest.param(_object_array, "is no batch of CIFAR-10", id="array of objects"),
-        pytest.param(_fills_a_class, "is no batch of CIFAR-10", id="fills a class"),
+        pytest.param(_calls_touch, "is not a CIFAR-10 batch", id="__reduce__"),
+        pytest.param(_calls_system, "is not a CIFAR-10 batch", id="os.system"),
+        pytest.param(_calls_eval_in_numpy, "is not a CIFAR-10 batch", id="code by numpy"),
+        pytest.param(_dotted, "is not a CIFAR-10 batch", id="dotted name"),
+        pytest.param(_object_array, "is not a CIFAR-10 batch", id="array of objects"),
+        pytest.param(_fills_a_class, "is not a CIFAR-10 batch", id="fills a class"),
         pytest.param(_and_touches, "4 pictures, but 3 labels", id="a batch that runs code as well"),
         pytest.param(_huge_label, "cannot be read as a pickle", id="a label beyond 64 bits"),
         pytest.param(_cut_short, "cannot be read as a pickle|truncated", id="cut short"),
@@ -418,7 +418,7 @@ def test_an_array_that_lies_column_by_column_is_refused(tmp_path: Path) -> None:
             "binary", lambda path: path.write_bytes(b"\x0b" + path.read_bytes()[1:]), "has the labels .11.", id="label"
         ),
         pytest.param(
-            "python", lambda path: path.write_bytes(pickle.dumps([1, 2])), "is no batch of CIFAR-10", id="a list"
+            "python", lambda path: path.write_bytes(pickle.dumps([1, 2])), "is not a CIFAR-10 batch", id="a list"
         ),
         pytest.param("python", lambda path: path.unlink(), "there is no such file", id="a batch is missing"),
     ],

@@ -90,8 +90,10 @@ def test_a_list_of_zeros_and_ones_is_multi_hot_and_a_trained_model_names_its_pla
     ("rows", "said"),
     [
         pytest.param([[0, 1], [1, 0], [1]], r"training? data, row 3: has 1 values, but .* row 1 has 2", id="lengths"),
-        pytest.param([[0, 1], [1, 3]], r"row 2: has the value 3, .* holds 0 and 1 .* only from a ClassLabel", id="ids"),
-        pytest.param([[0, 1], [0, 1]], r"of 2 labels no training row has label_0", id="never positive"),
+        pytest.param(
+            [[0, 1], [1, 3]], r"row 2: has the value 3, .* holds only 0 and 1.* only from a ClassLabel", id="ids"
+        ),
+        pytest.param([[0, 1], [0, 1]], r"no training row has label_0, of 2 labels", id="never positive"),
         pytest.param([["art"], ["art", " "]], r"row 2: has an empty name", id="empty name"),
         pytest.param([[], []], r"no training row has a label", id="no label at all"),
     ],
@@ -106,7 +108,9 @@ def test_lists_that_are_no_labels_are_refused(rows: list[Any], said: str) -> Non
     ("cells", "flags", "said"),
     [
         pytest.param({"a": ["1", "2"], "b": ["0", "1"]}, {}, r"train data, row 2, column a: is '2'", id="a two"),
-        pytest.param({"a": ["1", "0"], "b": ["0", "0"]}, {}, r"of 2 labels no training row has b", id="never positive"),
+        pytest.param(
+            {"a": ["1", "0"], "b": ["0", "0"]}, {}, r"no training row has b, of 2 labels", id="never positive"
+        ),
         pytest.param({"a": ["1", "0"]}, {}, r"the train data has no column 'b'", id="missing"),
     ],
 )
@@ -147,7 +151,7 @@ def test_a_name_that_is_no_label_is_refused() -> None:
 
 
 def test_one_label_a_row_and_several_are_not_mixed() -> None:
-    with pytest.raises(RequestError, match="holds one label a row, but several are to be told"):
+    with pytest.raises(RequestError, match="holds one label per row, but the task is multi_label"):
         clean({"train": table(["art", "law"])}, task=MULTI_LABEL)
     with pytest.raises(RequestError, match="the train data has lists in 'labels', but the validation data has one"):
         clean({"train": table(GIVEN), "validation": table(["art"])})

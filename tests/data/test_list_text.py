@@ -102,7 +102,7 @@ def test_words_stay_words(cells: list[str]) -> None:
     ("cells", "said"),
     [
         (["['a', 'b']", "c"], "the train data: row 2 of 'labels' is 'c', but others hold lists"),
-        (["['a' ... 'z']"], "row 1 of 'labels' .* numpy has left out its middle"),
+        (["['a' ... 'z']"], "row 1 of 'labels' .* numpy has left out the middle"),
         (["['a']", "[[1, 0], [2]]"], "row 2 of 'labels' .* holds lists or objects"),
         (["[[1]]"], "row 1 of 'labels' .* holds lists or objects"),
         (["array([[1, 0],\n       [0, 1]])"], "row 1 of 'labels' .* holds lists or objects"),

@@ -98,11 +98,14 @@ def test_files_and_their_weights_are_read(words: str, found: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--train_file a.jsonl:0.7 b.jsonl", "some files have a weight, and others none"),
-        ("--train_file a.jsonl:0.7", "and this is one"),
+        ("--train_file a.jsonl:0.7 b.jsonl", "some files have a weight, and others do not"),
+        ("--train_file a.jsonl:0.7", "but there is only one"),
         ("--train_file a.jsonl:1 b.jsonl:0", "must be more than 0"),
-        ("--train_file a.jsonl:1 a.jsonl:2", "is there twice"),
-        ("--train_file a.jsonl b.jsonl --streaming True --max_steps 5 --tokenizer byte", "a stream is of one file"),
+        ("--train_file a.jsonl:1 a.jsonl:2", "a file is given twice"),
+        (
+            "--train_file a.jsonl b.jsonl --streaming True --max_steps 5 --tokenizer byte",
+            "only one file can be streamed",
+        ),
         ("--train_file a.jsonl:1 b.jsonl:2 --group_by_length True --packing none", "keep their order"),
         ("--train_file a.jsonl:1 c.jsonl:2", "c.jsonl"),
         ("--train_file a.jsonl:1 b.jsonl:2", ""),
@@ -232,7 +235,7 @@ def test_one_validation_file_is_held_out_once_for_all(files: list[str], tmp_path
 
 def test_files_of_two_kinds_are_refused(files: list[str], tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").write_text('{"text": "some words"}\n' * 9)
-    with pytest.raises(RequestError, match=r"a.jsonl has messages, but c.jsonl has text\. Mix files of one kind"):
+    with pytest.raises(RequestError, match=r"a.jsonl has messages, but c.jsonl has text\. Mix only files of one kind"):
         prepared([files[0], str(tmp_path / "c.jsonl")])
 
 

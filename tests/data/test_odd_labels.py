@@ -56,11 +56,11 @@ def test_of_numbers_any_share_may_be_missing() -> None:
 def test_many_rows_of_such_a_word_are_a_class_that_is_said() -> None:
     found = clean({"train": table(["EU", "NA"] * 20)})
     assert found.labels.names == ("EU", "NA")
-    assert "label: 'NA' is a class of its own; if it means no label, leave such rows out" in found.notes
+    assert "label: 'NA' is a class; if it means a missing label, leave these rows out" in found.notes
 
 
 def test_none_is_a_class_that_is_said() -> None:
-    assert "'None' is a class of its own" in notes([*["neg", "pos"] * 20, "None"] * 2)
+    assert "'None' is a class;" in notes([*["neg", "pos"] * 20, "None"] * 2)
 
 
 def test_a_class_of_a_trained_model_is_no_missing_value() -> None:
@@ -83,7 +83,7 @@ def test_a_text_that_is_such_a_word_stays_text() -> None:
 @pytest.mark.parametrize(
     ("labels", "said"),
     [
-        (["pos", "Pos", "NEG", "neg"], "labels that differ only in case or blanks, each a class of its own: 'NEG' and"),
+        (["pos", "Pos", "NEG", "neg"], "labels that differ only in case or spaces, each a separate class: 'NEG' and"),
         (["sci fi", "scifi"], "'sci fi' and 'scifi'"),
         (["true", "FALSE", "0"], "one truth value in several spellings, .*'0' and 'FALSE'"),
         (["1", "01", "2"], "one number in several spellings, .*'1' and '01'"),
@@ -118,7 +118,7 @@ def test_labels_that_are_different_are_not_said(labels: list[Any]) -> None:
 def test_a_rare_label_a_letter_away_from_a_frequent_one_may_be_misspelt(
     rare: str, frequent: str, is_said: bool
 ) -> None:
-    said = f"labels that may be misspelt, each a class of its own: {rare!r} (2) for {frequent!r} (100)"
+    said = f"labels that may be misspelt, each a separate class: {rare!r} (2) for {frequent!r} (100)"
     assert note_of_slips({rare: 2, frequent: 100}, "labels") == (said if is_said else "")
     assert note_of_slips({rare: 3, frequent: 100}, "labels") == note_of_slips({rare: 2, frequent: 99}, "labels") == ""
 

@@ -35,8 +35,8 @@ def test_columns_are_found_by_their_usual_names_or_as_flags_say(
 @pytest.mark.parametrize(
     ("names", "flags", "said"),
     [
-        (["a", "b"], {}, "no two columns by the usual names .*; it has a, b. Say which it is by --source_column_name"),
-        (["a", "b"], {"source_column_name": "a"}, "Say which it is by --target_column_name"),
+        (["a", "b"], {}, "no two columns with known names .*; it has a, b. Name it with --source_column_name"),
+        (["a", "b"], {"source_column_name": "a"}, "Name it with --target_column_name"),
         (["a", "b"], {"source_column_name": "c"}, "no column 'c'"),
         (["a", "b"], {"source_column_name": "a", "target_column_name": "a"}, "cannot be source and target"),
         (["messages"], {}, "Conversations are for recipes/causal_lm.py"),
@@ -59,7 +59,7 @@ def test_an_empty_side_is_refused_or_left_out() -> None:
     found = cleaned(rows, skip=True)
     assert found.skipped == {"train": 2}
     assert sorted(found.splits["train"]["source"][:] + found.splits["validation"]["source"][:]) == ["a", "d"]
-    assert "1 training pairs have one text on both sides" in found.notes
+    assert "1 training pairs have the same text on both sides" in found.notes
 
 
 def test_a_test_split_may_lack_its_targets_and_keeps_its_rows() -> None:
@@ -72,19 +72,19 @@ def test_translations_are_read_in_the_direction_that_is_asked_for() -> None:
     rows = {"translation": [{"de": "ja", "en": "yes"}, {"de": "nein", "en": "no"}]}
     found = cleaned(rows, split="test", source_lang="en_XX", target_lang="de_DE").splits["test"]
     assert (found["source"][:], found["target"][:]) == (["yes", "no"], ["ja", "nein"])
-    with pytest.raises(RequestError, match=r"translations of de, en\. Say which .* --source_lang"):
+    with pytest.raises(RequestError, match=r"translations of de, en\. Name the language .* --source_lang"):
         cleaned(rows, source_lang="en", target_lang="fr")
 
 
 @pytest.mark.parametrize("flags", [{"source_lang": "en"}, {"target_lang": "de"}])
 def test_languages_that_neither_columns_nor_tokenizer_know_are_refused(flags: dict[str, str]) -> None:
     rows = Dataset.from_dict({"source": ["a", "b"], "target": ["c", "d"]})
-    with pytest.raises(RequestError, match=f"^--{next(iter(flags))}: does nothing, for the data has no column 'trans"):
+    with pytest.raises(RequestError, match=f"^--{next(iter(flags))}: has no effect, because the data has no column"):
         cleaned(rows.to_dict(), split="test", **flags)
     arguments = PairArguments(**flags)
     clean_pairs({"test": rows}, arguments, PreparationArguments(), seed=0, has_languages=True)
     translations = {"translation": [{"de": "ja", "en": "yes"}], "source": ["a"], "target": ["b"]}
-    with pytest.raises(RequestError, match="does nothing, for columns are chosen by name"):
+    with pytest.raises(RequestError, match="has no effect, because columns are chosen by name"):
         cleaned(translations, split="test", source_column_name="source", **flags)
 
 

@@ -60,11 +60,11 @@ def test_a_score_of_each_answer_gives_the_margin() -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"prompt": "p", "chosen": "a", "rejected": "a"}, "alike"),
-        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "alike"),
+        ({"prompt": "p", "chosen": "a", "rejected": "a"}, "are the same"),
+        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "are the same"),
         ({"prompt": "p", "chosen": "a", "rejected": " "}, "`rejected` is empty"),
         ({"prompt": "p", "chosen": None, "rejected": "a"}, "`chosen` is empty"),
-        ({"chosen": [USER, GOOD], "rejected": [USER]}, "no answer of the assistant's"),
+        ({"chosen": [USER, GOOD], "rejected": [USER]}, "no assistant answer"),
     ],
 )
 def test_a_row_that_says_nothing_is_refused(row: dict[str, Any], said: str) -> None:
@@ -93,7 +93,7 @@ def test_a_label_that_is_neither_true_nor_false_is_refused(label: Any) -> None:
 
 def test_answers_to_unlike_prompts_are_refused() -> None:
     other = {"role": "user", "content": "Bye"}
-    with pytest.raises(RequestError, match="do not answer one prompt"):
+    with pytest.raises(RequestError, match="do not answer the same prompt"):
         sides_of(PAIRS, {"chosen": [USER, GOOD], "rejected": [other, BAD]})
 
 
@@ -109,7 +109,7 @@ def test_kto_takes_pairs_apart_and_refuses_answers_of_one_kind() -> None:
     pair = sides_of(PAIRS, {"prompt": "p", "chosen": "a", "rejected": "b"})
     assert [(one.answers, one.label) for one in single([pair])] == [(("a",), 1), (("b",), 0)]
     alone = sides_of(ANSWERS, {"prompt": "p", "completion": "a", "label": "True"})
-    with pytest.raises(RequestError, match="desirable, and there is nothing to tell apart"):
+    with pytest.raises(RequestError, match="desirable, so there is no contrast to learn"):
         single([alone, alone])
 
 
@@ -205,13 +205,13 @@ def prepared(
 def test_bad_rows_are_named_by_their_line_or_left_out_and_counted(tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}" * 10, "chosen": "ab", "rejected": "c"} for i in range(10)]
     rows[3] = {"prompt": "x", "chosen": "a", "rejected": "a"}
-    with pytest.raises(RequestError, match=r"rows\.jsonl line 4: .*alike.*1 such rows of 10"):
+    with pytest.raises(RequestError, match=r"rows\.jsonl line 4: .*the same.*1 such rows of 10"):
         prepared(tmp_path, rows)
     data = prepared(tmp_path, rows, skip_bad_rows=True)
     assert data.account.skipped == {"train": 1}
     assert data.account.rows == {"train": 8, "validation": 1}
     assert sum(data.account.truncated.values()) == 9
-    assert "cut alike on both sides" in data.describe()
+    assert "cut equally on both sides" in data.describe()
     assert [row for split in data.splits.values() for row in split["row"]] == list(range(9))
 
 
@@ -272,7 +272,7 @@ def test_the_prompt_of_a_judged_answer_is_found_too() -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"post": "Who is there?", **TEXTS}, r"no prompt in them.*--column_mapping post=prompt"),
+        ({"post": "Who is there?", **TEXTS}, r"contain no prompt.*--column_mapping post=prompt"),
         ({"问": "你是谁", **TEXTS}, "--column_mapping 问=prompt"),
         ({"dialog": [USER], "chosen": [GOOD], "rejected": [BAD]}, "--column_mapping dialog=prompt"),
         ({"question": "Who?", "messages": [USER], **TEXTS}, r"question or messages.*--column_mapping question=prompt"),
@@ -297,5 +297,5 @@ def test_whole_dialogues_and_answers_without_any_prompt_are_read_as_they_are(row
 
 
 def test_a_conversation_that_has_its_answer_is_no_prompt() -> None:
-    with pytest.raises(RequestError, match="the prompt ends with the assistant's turn"):
+    with pytest.raises(RequestError, match="the prompt ends with an assistant turn"):
         sides_of(PAIRS, {"messages": [USER, GOOD], "chosen": [GOOD], "rejected": [BAD]})

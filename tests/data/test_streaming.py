@@ -144,7 +144,7 @@ def test_a_stream_that_ends_early_ends_the_run(tmp_path: Path) -> None:
     found = surveyed(data, has_validation=True)
     lines = Path(str(data.train_file)).read_text().splitlines(keepends=True)
     Path(str(data.train_file)).write_text("".join(lines[:-1]))
-    with pytest.raises(RunError, match="the stream has ended after 299 rows, and 300 were counted"):
+    with pytest.raises(RunError, match="the stream ended after 299 rows, but 300 were counted"):
         texts(TextStream(data, found, seed=3))
 
 

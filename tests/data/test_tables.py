@@ -73,7 +73,7 @@ def test_what_a_run_reads_otherwise_than_somebody_may_think_is_noted() -> None:
     cleaned = clean({"train": rows})
     assert cleaned.columns.others == ("title",)
     assert ["classes" in note for note in cleaned.notes] == [True, False]
-    assert "4 of 40 rows held out, whatever their label" in cleaned.notes[1]
+    assert "4 of 40 rows held out at random, not by label" in cleaned.notes[1]
     stars = clean({"train": {**rows, "label": [1.0, 0.0] * 20}, "validation": {**rows, "label": [1, 0] * 20}})
     assert stars.labels.names == ("0", "1")
     assert stars.splits["validation"]["label"][:2] == stars.splits["train"]["label"][:2] == [1, 0]
@@ -83,7 +83,7 @@ def test_a_share_to_hold_out_that_does_nothing_is_noted() -> None:
     rows = {"text": ["a b", "c d", "e f", "g h"], "label": ["x", "y", "x", "y"]}
     tables = {"train": Dataset.from_dict(rows), "validation": Dataset.from_dict(rows)}
     found = clean_tables(tables, DataArguments(), PreparationArguments(validation_fraction=0.25), 0)
-    assert found.notes == ("--validation_fraction 0.25 does nothing, for there is a validation split",)
+    assert found.notes == ("--validation_fraction 0.25 has no effect, because there is a validation split",)
 
 
 def test_bad_rows_are_refused_with_their_numbers_or_left_out_when_told_so() -> None:

@@ -41,7 +41,7 @@ def test_bio_says_what_seqeval_reads_in_any_tags(tags: list[str]) -> None:
 def test_an_entity_that_goes_on_from_nothing_is_begun_and_counted() -> None:
     scheme, note = find_scheme([["O", "I-a", "I-b"], ["B-a", "I-a"]], SAID)
     assert scheme.name == "BIO"
-    assert note.startswith("2 tags I- go on with an entity that did not begin")
+    assert note.startswith("2 tags I- continue an entity that did not begin")
     assert to_bio(["O", "I-a", "I-b"], scheme) == ["O", "B-a", "B-b"]
 
 
@@ -84,11 +84,11 @@ def test_tags_that_are_spelt_as_ever_stay_as_they_are(tags: str) -> None:
 @pytest.mark.parametrize(
     ("tags", "said"),
     [
-        ("B-PER LOC", "and others do not: LOC"),
-        ("B_PER I_PER LOC", "and others do not: LOC"),
-        ("PER PER-I O", "and others do not: PER"),
-        ("B-PER LOC-B LOC-I", "and others do not: B-PER"),
-        ("3 0", r"numbers \(0, 3\), which do not say what is no entity"),
+        ("B-PER LOC", "others do not: LOC"),
+        ("B_PER I_PER LOC", "others do not: LOC"),
+        ("PER PER-I O", "others do not: PER"),
+        ("B-PER LOC-B LOC-I", "others do not: B-PER"),
+        ("3 0", r"numbers \(0, 3\), which do not say which words are outside"),
         ("-1 1", r"numbers \(-1, 1\)"),
         ("1.0 0.0", r"numbers \(0.0, 1.0\)"),
         ("B-PER -100", r"others do not: -100|numbers \(-100\)"),
@@ -112,7 +112,7 @@ def test_conll_is_read_by_its_first_column_and_its_last(text: str, tmp_path: Pat
 def test_a_line_that_lacks_its_tag_is_named_and_a_file_of_words_has_none(tmp_path: Path) -> None:
     path = tmp_path / "train.conll"
     path.write_text("EU B-ORG\nrejects\n")
-    with pytest.raises(RequestError, match="line 2 has 1 columns, and the lines before it have 2"):
+    with pytest.raises(RequestError, match="line 2 has 1 columns, but the lines before it have 2"):
         list(read_conll(path))
     path.write_text("EU\nrejects\n\nPeter\n")
     assert list(read_conll(path)) == [(["EU", "rejects"], None, 1), (["Peter"], None, 4)]

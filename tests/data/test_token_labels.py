@@ -55,7 +55,7 @@ def test_lists_that_a_csv_holds_as_text_are_read(tmp_path: Path) -> None:
 def test_a_rare_entity_a_letter_away_from_a_frequent_one_is_said() -> None:
     tags = [*TAGS * 50, ["B-PRE", "O", "O", "O", "B-LOX"], ["B-GPE", "O"]]
     found = clean({"train": table([*WORDS * 50, WORDS[0], WORDS[2]], tags), "validation": table()})
-    said = "entities that may be misspelt, each a class of its own: 'PRE' (1) for 'PER' (150)"
+    said = "entities that may be misspelt, each a separate class: 'PRE' (1) for 'PER' (150)"
     assert [note for note in found.notes if "misspelt" in note] == [said]
 
 
@@ -85,7 +85,7 @@ def test_a_trained_models_tags_keep_their_ids() -> None:
     ("tables", "said"),
     [
         pytest.param(
-            {"train": table(tags=[["O"], ["O", "O"], ["O", "O"]])}, r"has 1 of 3 .* another number", id="count"
+            {"train": table(tags=[["O"], ["O", "O"], ["O", "O"]])}, r"has 1 of 3 .* different number", id="count"
         ),
         pytest.param(
             {"train": table([["a"], [" "]], [["B-x"], ["O"]])}, r"has 1 of 2 sentences .* an empty word", id="empty"
@@ -120,7 +120,7 @@ def test_bad_sentences_are_refused(tables: dict[str, Dataset], said: str) -> Non
         ("a.jsonl", '{"tokens": ["a"], "tags": ["O"]}\n\n{"tokens": ["a"], "tags": []}\n', r"has 1 of 2 .*\(line 3\)"),
         ("a.json", '[{"tokens": ["a"], "tags": ["O"]},\n {"tokens": ["a"], "tags": []}, {"tokens": [], "tags": []}]',
          r"has 2 of 3 .*\(counted from 1: 2, 3\)"),
-        ("a.csv", "tokens,tags\n\"['a', 'b']\",\"['O']\"\n", r"has 1 of 1 .* another number"),
+        ("a.csv", "tokens,tags\n\"['a', 'b']\",\"['O']\"\n", r"has 1 of 1 .* different number"),
         ("a.csv", "tokens,tags\na b,O O\n", "holds no lists of words. .*recipes/seq_cls.py"),
         ("a.conll", "Ada\nlives\n", "each line is one word without a tag"),
         ("a.conll", "Ada,B-PER\nlives,O\n", "columns are separated by ','"),
@@ -140,7 +140,7 @@ def test_a_file_that_is_nearly_all_a_hole_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "train.conll"
     with path.open("wb") as file:
         file.truncate(2**40)
-    with pytest.raises(RequestError, match=r"--train_file .* is nearly all a hole"):
+    with pytest.raises(RequestError, match=r"--train_file .* is a sparse file without data"):
         load_sentences(TokenDataArguments(train_file=str(path)))
 
 

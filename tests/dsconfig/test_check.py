@@ -79,12 +79,12 @@ def test_what_deepspeed_has_two_forms_of_is_mended_to_one(zero: str, says: str, 
 @pytest.mark.parametrize(
     ("extra", "engine", "severity", "says"),
     [
-        ({"comment": "of ours"}, "trainer", "warning", "'comment' is no key .* Delete it."),
-        ({"checkpointing": {"every": 5}}, "trainer", "warning", "checkpointing is no key .* Delete it."),
+        ({"comment": "of ours"}, "trainer", "warning", "'comment' is not a key .* Delete it."),
+        ({"checkpointing": {"every": 5}}, "trainer", "warning", "checkpointing is not a key .* Delete it."),
         ({"max_grad_norm": 0.5}, "trainer", "error", "Its place is gradient_clipping."),
-        ({"bf16": {"enabled": True, "loss_scale": 1}}, "trainer", "error", "It is fp16's, .* Delete it."),
-        ({"fp16": {"fp16": True}}, "deepspeed", "error", "fp16.fp16 is no key .* Delete it."),
-        ({f"of_ours_{key}": key for key in "abcdef"}, "trainer", "warning", "of_ours_c and 3 more are no keys"),
+        ({"bf16": {"enabled": True, "loss_scale": 1}}, "trainer", "error", "It belongs to fp16; .* Delete it."),
+        ({"fp16": {"fp16": True}}, "deepspeed", "error", "fp16.fp16 is not a key .* Delete it."),
+        ({f"of_ours_{key}": key for key in "abcdef"}, "trainer", "warning", "of_ours_c and 3 more are not keys"),
         ({"bfloat16": {"enabled": True}}, "trainer", "warning", "the run then trains in fp32"),
         ({"bfloat16": {"enabled": True}}, "accelerate", "warning", "the run then trains in fp32"),
         ({"bfloat16": {"enabled": True}}, "deepspeed", "warning", "an old name. Use bf16"),
@@ -352,7 +352,7 @@ def test_any_text_is_checked_and_mended_once_and_for_all(text: str) -> None:
 def test_the_difference_names_the_file_and_both_lines() -> None:
     text = difference('{"a": 1}', '{"a": 2}', "ds.json")
     assert text.splitlines() == [
-        "--- ds.json (as it is)",
+        "--- ds.json (original)",
         "+++ ds.json (fixed)",
         "@@ -1 +1 @@",
         '-{"a": 1}',
@@ -436,7 +436,7 @@ def test_each_format_says_the_same(tmp_path: Path) -> None:
     lines = written(findings, "text").splitlines()
     assert [line.split(": ")[0] for line in lines] == ["a,b.json:1:1", "a,b.json:2:3", "a,b.json:3:3"]
     github = written(findings, "github").splitlines()
-    assert github[1].startswith("::error file=a%2Cb.json,line=2,col=3,title=DS101::gradient_cliping is no key")
+    assert github[1].startswith("::error file=a%2Cb.json,line=2,col=3,title=DS101::gradient_cliping is not a key")
     sarif = json.loads(written(findings, "sarif"))
     (run,) = sarif["runs"]
     assert (sarif["version"], run["tool"]["driver"]["name"]) == ("2.1.0", "finetune")

@@ -43,7 +43,7 @@ def test_tools_and_calls_are_read_as_in_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("a.jsonl", '{"prompt": "a"}\n{"prompt": \n', "a.jsonl:2: is no JSON"),
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt": \n', "a.jsonl:2: is not valid JSON"),
         (
             "a.jsonl",
             '{"prompt": "a"}\n\n{"question": "a", "n": 1}\n',

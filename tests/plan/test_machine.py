@@ -269,10 +269,10 @@ def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", "is no JSON object"),
-        ('{"name": NaN}', "NaN is no JSON"),
+        ("[]", "is not a JSON object"),
+        ('{"name": NaN}', "NaN is not valid JSON"),
         ('{"name": 1, "name": 2}', "a key is given twice"),
-        ("{", "is no JSON"),
+        ("{", "is not valid JSON"),
         ("[" * 100_000, "nested deeper than 50"),
     ],
 )

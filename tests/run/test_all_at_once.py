@@ -46,7 +46,7 @@ def test_each_mistake_of_each_kind_is_said_once_with_its_source(
     words += " --train_file nope.csv --output_dir file --push_to_hub True --on_nan rollback --save_only_model True"
     found = refused("seq_cls", *words.split())
     begins = [
-        "--seed (c.yaml line 3) is said twice",
+        "--seed (c.yaml line 3) is given twice",
         "--max_steps is 'abc' (c.yaml line 2)",
         "--learning_rte (c.yaml line 4)",
         "--lora (c.yaml line 5)",
@@ -58,7 +58,7 @@ def test_each_mistake_of_each_kind_is_said_once_with_its_source(
         "--deepspeed is 'zer' (command line)",
         "--train_file is 'nope.csv' (command line)",
         "--metrics is ['foo', 'f1', 'f1'] (command line), which names f1 twice",
-        "--metrics is ['foo', 'f1', 'f1'] (command line), but foo is none of ours",
+        "--metrics is ['foo', 'f1', 'f1'] (command line), but foo is neither a shipped metric",
         "--push_to_hub is True (command line)",
         "--output_dir is 'file' (command line)",
     ]
@@ -96,8 +96,8 @@ def test_a_yaml_that_cannot_be_read_hides_no_typo_of_the_command_line(tmp_path: 
 @pytest.mark.parametrize(
     ("recipe", "words", "said"),
     [
-        ("token_cls", "--metrics mse", "mse is not for a token classification. Of ours entity_f1 are"),
-        ("seq_cls", "--metrics f1 --task regression", "f1 is not for a regression. Of ours mse, pearson are"),
+        ("token_cls", "--metrics mse", "mse is not for token classification. Available are entity_f1"),
+        ("seq_cls", "--metrics f1 --task regression", "f1 is not for regression. Available are mse, pearson"),
         ("seq_cls", "--metrics f1 f1", "names f1 twice"),
         ("causal_lm", "--streaming True --max_steps 5 --tokenizer byte", "there is nothing to stream"),
         ("causal_lm", "--block_size 4000", "--block_size is 4000 (command line), but the model has 128 positions"),

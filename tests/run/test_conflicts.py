@@ -84,9 +84,9 @@ EVERY_4 = "--save_strategy steps --eval_strategy steps --eval_steps 4"
         (IMAGE_CLS, "--norm group --model_type alexnet", "for resnets, but --model_type is 'alexnet'"),
         (IMAGE_CLS, "--dropout 0.1", "for alexnets, but --model_type is 'resnet'"),
         (IMAGE_CLS, "--freeze_batch_norm", "has no statistics to keep"),
-        (IMAGE_CLS, "--freeze_batch_norm --sync_batch_norm --model_name_or_path m", "gathers new ones"),
-        (IMAGE_CLS, "--pipeline_parallel_size 1", "--model_type is 'resnet' .*no list of layers"),
-        (IMAGE_CLS, "--group_by_length", "does nothing: pictures have one size"),
+        (IMAGE_CLS, "--freeze_batch_norm --sync_batch_norm --model_name_or_path m", "collects new ones"),
+        (IMAGE_CLS, "--pipeline_parallel_size 1", "--model_type is 'resnet' .*not a list of layers"),
+        (IMAGE_CLS, "--group_by_length", "does nothing: all images have one size"),
         (IMAGE_CLS, "--label_column_name y --train_dir a", "does nothing: folders name their classes"),
         (IMAGE_CLS, "--image_column_name y --train_dir a", "does nothing: --dataset_name is None"),
         (CAUSAL_LM, "--group_by_length", "does nothing: --packing is 'wrapped'"),
@@ -101,14 +101,14 @@ EVERY_4 = "--save_strategy steps --eval_strategy steps --eval_steps 4"
         (CAUSAL_LM, "--dataset_name a/b --train_file t", "Keep one"),
         (PREFERENCE, "--loss simpo --metric_for_best_model eval_kl", "'simpo' .*which has no reference"),
         (CAUSAL_LM, "--metric_for_best_model f1", "--metric_for_best_model is 'f1' .*perplexity"),
-        (SEQ_CLS, "--metric_for_best_model acuracy", "an evaluation here gives loss, accuracy"),
-        (TOKEN_CLS, "--metric_for_best_model eval_matthews", "gives loss, precision"),
+        (SEQ_CLS, "--metric_for_best_model acuracy", "an evaluation here reports loss, accuracy"),
+        (TOKEN_CLS, "--metric_for_best_model eval_matthews", "reports loss, precision"),
         (SEQ_CLS, "--max_steps 3 --seed 1 --max_steps 4", "--max_steps is '3' and '4'"),
         (SEQ_CLS, "--no_group_by_length --group_by_length True", "--group_by_length is 'False' and 'True'"),
         (SEQ_CLS, "--model_name_or_path=", "--model_name_or_path is '' .*is blank"),
         (SEQ_CLS, "--output_dir=", "--output_dir is '' .*is blank"),
         (SEQ_CLS, f"--config {REPO}", "--config is .*that is a folder"),
-        (SEQ_CLS, f"--config {REPO}/recipes/configs/bench_laptop.yaml", "is a grid, which `finetune bench"),
+        (SEQ_CLS, f"--config {REPO}/recipes/configs/bench_laptop.yaml", "is a grid for `finetune bench"),
         (CAUSAL_LM, "--packing tight", "one of wrapped, bfd, none"),
         (CAUSAL_LM, "--tokenizer word", "one of char, byte, bpe"),
         (CAUSAL_LM, "--streaming --max_steps 3 --train_file a --teacher t --teacher_top_k 4", "is not read ahead"),
@@ -118,11 +118,11 @@ EVERY_4 = "--save_strategy steps --eval_strategy steps --eval_steps 4"
         (CAUSAL_LM, "--use_peft True --model_name_or_path m --lora_r 0", "--lora_r is 0 .*1 or more"),
         (CAUSAL_LM, "--use_peft True --model_name_or_path m --resize_embeddings True", "Drop one of them"),
         (CAUSAL_LM, "--dtype half", "one of auto, bfloat16, float16, float32"),
-        (CAUSAL_LM, "--ddp_comm_hook powersgd --ddp_find_unused_parameters False", "only where that is True"),
+        (CAUSAL_LM, "--ddp_comm_hook powersgd --ddp_find_unused_parameters False", "only if that is True"),
         (CAUSAL_LM, "--do_train False --do_eval False", "there is nothing to do"),
         (CAUSAL_LM, "--do_train False", "Give --model_name_or_path"),
-        (CAUSAL_LM, "--label_smoothing_factor 0.1", "shifts labels that are shifted here"),
-        (CAUSAL_LM, "--streaming True --train_file a.jsonl", "by --max_steps"),
+        (CAUSAL_LM, "--label_smoothing_factor 0.1", "shift labels that are already shifted"),
+        (CAUSAL_LM, "--streaming True --train_file a.jsonl", "Give --max_steps"),
         (CAUSAL_LM, "--streaming True --max_steps 3", "there is nothing to stream"),
         (CAUSAL_LM, "--streaming True --train_file a.jsonl --max_steps 3 --save_strategy epoch", "with --save_steps"),
         (CAUSAL_LM, "--validation_file a.txt", "--validation_file is 'a.txt' .*no --train_file"),
@@ -160,7 +160,7 @@ def test_saves_that_go_with_evaluations_are_taken(words: str) -> None:
         ("--disable_check DS501,DS502 --deepspeed zero2", "but DS501,DS502 is not a code"),
         ("--disable_check DS501", "is for DeepSpeed, but this run is without DeepSpeed. Add --deepspeed"),
         ("--nvme_path disk", "--nvme_path is .* is for DeepSpeed, but"),
-        ("--text_column_names a", "--text_column_names is .* Built-in data has columns of its own"),
+        ("--text_column_names a", "--text_column_names is .* Built-in data has its own columns"),
         ("--label_column_name a", "--label_column_name is 'a' .* Give --train_file"),
         ("--optim_args a=1", "--optim_args is 'a=1' .* which does nothing: --optim is "),
     ],
@@ -223,7 +223,9 @@ def test_a_config_that_is_not_there_is_named_with_its_flag_and_source(tmp_path: 
 
 @pytest.mark.parametrize(("given", "meant"), [("nope", "Give one"), ("acuracy", "accuracy"), ("no.py", "Give one")])
 def test_a_metric_that_is_none_is_refused_before_anything_is_imported(given: str, meant: str) -> None:
-    with pytest.raises(RequestError, match=rf"--metrics is \['f1', '{given}'\] .*{given} is none of ours.* {meant}"):
+    with pytest.raises(
+        RequestError, match=rf"--metrics is \['f1', '{given}'\] .*{given} is neither a shipped metric.* {meant}"
+    ):
         resolve_here(SEQ_CLS, ["--metrics", "f1", given], Launch())
 
 
@@ -236,7 +238,7 @@ def test_a_yaml_may_have_dashes_but_not_both(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("max-steps: 3\n")
     assert resolve(SEQ_CLS, ["--config", str(tmp_path / "c.yaml")], Launch()).value("max_steps") == 3
     (tmp_path / "c.yaml").write_text("max-steps: 3\nseed: 1\nmax_steps: 3\n")
-    with pytest.raises(RequestError, match=r"--max_steps \(.*c\.yaml line 3\) is said twice, .*c\.yaml line 1"):
+    with pytest.raises(RequestError, match=r"--max_steps \(.*c\.yaml line 3\) is given twice, .*c\.yaml line 1"):
         resolve(SEQ_CLS, ["--config", str(tmp_path / "c.yaml")], Launch())
 
 

@@ -53,8 +53,8 @@ def test_the_base_is_kept_as_the_run_computes_and_what_is_trained_in_fp32(
         ("--dtype bfloat16 --bf16 False", {}, False, r"--dtype is 'bfloat16' .* but the run computes in fp32"),
         ("--dtype bfloat16 --fp16 True", {}, False, "computes in fp16"),
         ("--dtype float16 --bf16 True", {}, False, "computes in bf16"),
-        ("--dtype bfloat16", {"bf16": False}, True, "DeepSpeed keeps weights as it computes"),
-        ("--dtype float32 --bf16 True", {}, True, "DeepSpeed keeps weights as it computes"),
+        ("--dtype bfloat16", {"bf16": False}, True, "DeepSpeed keeps weights in that precision"),
+        ("--dtype float32 --bf16 True", {}, True, "DeepSpeed keeps weights in that precision"),
     ],
 )
 def test_another_precision_than_the_runs_is_refused(
@@ -67,12 +67,12 @@ def test_another_precision_than_the_runs_is_refused(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (f"{WHOLE} --dtype bfloat16", "most of its steps would round away on 16 bits. Use --optim stable_adamw"),
+        (f"{WHOLE} --dtype bfloat16", "most of its steps would round away in 16 bits. Use --optim stable_adamw"),
         (f"{WHOLE} --dtype bfloat16 --optim adafactor", "would round away"),
         (f"{WHOLE} --dtype float16 --optim stable_adamw", "its range is too small"),
         ("--dtype bfloat16 --optim stable_adamw", "a model from scratch is trained in fp32"),
         (f"{WHOLE} --dtype bfloat16 --optim stable_adamw --deepspeed zero2", "DeepSpeed keeps fp32 masters"),
-        (f"{WHOLE} --dtype pure_bfloat16 --fsdp True", "FSDP by accelerate trains weights in fp32"),
+        (f"{WHOLE} --dtype pure_bfloat16 --fsdp True", "accelerate's FSDP trains weights in fp32"),
         (f"{LORA} --dtype pure_bfloat16", "are not trained"),
     ],
 )

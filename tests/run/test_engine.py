@@ -87,7 +87,7 @@ def test_accelerate_with_fsdp_and_deepspeed_by_flag_are_refused(monkeypatch: pyt
 
 
 def test_all_that_is_wrong_with_an_engine_is_said_at_once() -> None:
-    with pytest.raises(RequestError, match=r"(?s)and this is one\..*\n.*both shard the model"):
+    with pytest.raises(RequestError, match=r"(?s)but this is one\..*\n.*both shard the model"):
         settle_engine(request("--fsdp", "True", "--deepspeed", "zero2", launcher="python", world_size=1))
 
 

@@ -227,9 +227,9 @@ def test_what_is_obeyed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("def f(:\n", "it is no Python in line 1"),
-        ("x = 1\0\n", "it is no Python"),
-        ("(" * 500 + "\n", "it is no Python"),
+        ("def f(:\n", "it is not valid Python in line 1"),
+        ("x = 1\0\n", "it is not valid Python"),
+        ("(" * 500 + "\n", "it is not valid Python"),
     ],
     ids=["syntax", "NUL", "nested"],
 )

@@ -58,7 +58,7 @@ def test_what_is_applied_is_said_and_kept_in_the_lineage(place: str, capsys: pyt
 @pytest.mark.parametrize("place", sorted(REFUSED))
 def test_another_loss_scale_than_the_checkpoints_is_refused(place: str) -> None:
     for before, now in ((FP16, config(place, 3)), (config(place, 3), FP16), (config(place, 3), config(place, 7))):
-        with pytest.raises(RequestError, match=f"config {place} was .* checkpoint-4 has a loss scaler"):
+        with pytest.raises(RequestError, match=f"config {place} was .* checkpoint-4 has its own loss scaler"):
             resumed(before, now)
     assert resumed(config(place, 3), config(place, 3)) == {}
 

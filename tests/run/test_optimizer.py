@@ -71,13 +71,13 @@ def test_the_names_written_down_are_those_that_transformers_looks_up(name: str, 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--optim sgd --optim_args mom=1", "which takes dampening, momentum, nesterov, weight_decay alone"),
+        ("--optim sgd --optim_args mom=1", "which takes only dampening, momentum, nesterov, weight_decay"),
         ("--optim sgd --optim_args momentum", "momentum has no value"),
-        ("--optim sgd --optim_args momentum=much", "momentum is 'much', and must be a number"),
-        ("--optim sgd --optim_args nesterov=maybe", "nesterov is 'maybe', and must be True or False"),
-        ("--optim sgd --optim_args nesterov=on", "nesterov is 'on', and must be True or False"),
-        ("--optim sgd --optim_args momentum=0.9,", "a comma too many"),
-        ("--optim stable_adamw --optim_args kahan_sum=False", "takes any word for True"),
+        ("--optim sgd --optim_args momentum=much", "momentum is 'much', but must be a number"),
+        ("--optim sgd --optim_args nesterov=maybe", "nesterov is 'maybe', but must be True or False"),
+        ("--optim sgd --optim_args nesterov=on", "nesterov is 'on', but must be True or False"),
+        ("--optim sgd --optim_args momentum=0.9,", "one comma too many"),
+        ("--optim stable_adamw --optim_args kahan_sum=False", "reads any word as True"),
     ],
 )
 def test_what_an_optimizer_does_not_take_is_refused(words: str, said: str) -> None:

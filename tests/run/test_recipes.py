@@ -163,7 +163,11 @@ def test_no_step_is_endless_and_conflicts_do_not_count_on_numbers_out_of_range(r
         (Range(above=0, below=1), (0, 1), "more than 0 and less than 1"),
         (Range(above=0, most=1), (0, 1.5), "more than 0 and at most 1"),
         (Range(least=5, others={0: "to wait"}), (-1, 4), "5 or more, or 0 to wait"),
-        (Range(above=0, share=True), (0, 1.5), "more than 0, a whole number, or less than 1 for a share of all steps"),
+        (
+            Range(above=0, share=True),
+            (0, 1.5),
+            "more than 0, a whole number, or less than 1 for a fraction of all steps",
+        ),
     ],
 )
 def test_a_range_says_what_it_holds(taken: Range, refused: tuple[float, ...], said: str) -> None:

@@ -75,8 +75,8 @@ def test_flags_that_cannot_be_meant_are_refused(argv: list[str], message: str) -
         ("--seed 1 -max_steps=3", "-max_steps=3 .* Did you mean --max_steps"),
         ("\u2014lr 3", "a flag begins with two dashes. Did you mean --learning_rate"),
         ("-x", "-x .* `--help` lists them"),
-        ("--", "no flag follows it"),
-        ("--wrld 2", "The launcher says how many ranks there are"),
+        ("--", "it is not followed by a flag"),
+        ("--wrld 2", "The launcher sets the number of ranks"),
         ("--teacher x", r"no such flag\. A teacher is for recipes/causal_lm\.py and seq_cls\.py\."),
     ],
 )
@@ -132,7 +132,7 @@ def test_a_key_that_is_twice_in_a_yaml_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("max_steps: 7\nseed: 1\nmax_steps: 9\n")
     with pytest.raises(
-        RequestError, match=r"--max_steps \(.*c\.yaml line 3\) is said twice, and once in .*c\.yaml line 1"
+        RequestError, match=r"--max_steps \(.*c\.yaml line 3\) is given twice, first in .*c\.yaml line 1"
     ):
         request("--config", str(path))
 
@@ -246,7 +246,7 @@ def test_words_mean_what_their_writer_means(words: list[str], name: str, value: 
         (["--class_weights", "q"], "must be one of none, balanced\\."),
         (["--num_train_epochs", "inf"], "must be more than 0 and finite"),
         (["--learning_rate", "inf", "--warmup_steps", "inf"], "--learning_rate is inf .* 0 or more and finite"),
-        (["--save_total_limit", "0"], "which keeps every checkpoint. Say none for that"),
+        (["--save_total_limit", "0"], "which keeps every checkpoint. Write none for that"),
         (["--train_file", "a.csv", "--encoding", "utf9"], "which Python does not know"),
         (["--train_file", "a.csv", "--encoding", "base64"], "which Python does not know"),
         (["--lr_scheduler_kwargs", "{a"], "is not valid JSON"),
@@ -325,7 +325,7 @@ def test_the_switch_alone_and_two_configs_are_refused() -> None:
 
 
 def test_whose_recipe_keeps_no_teachers_answers_is_told_which_does() -> None:
-    with pytest.raises(RequestError, match=r"no such flag\. Only recipes/causal_lm\.py keeps what a teacher says"):
+    with pytest.raises(RequestError, match=r"no such flag\. Only recipes/causal_lm\.py caches a teacher's outputs"):
         request("--teacher_top_k", "4")
 
 
@@ -340,8 +340,8 @@ def test_stages_are_answered_in_recipes_that_have_them_and_in_others(word: str) 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("max_steps: [4]\n", r"--max_steps is \[4\] \(.* line 1\), but it must be one value, and no list"),
-        ("config: other.yaml\n", r"--config \(.* line 1\): a YAML names no other one"),
+        ("max_steps: [4]\n", r"--max_steps is \[4\] \(.* line 1\), but it must be one value, not a list"),
+        ("config: other.yaml\n", r"--config \(.* line 1\): a YAML cannot include another one"),
     ],
 )
 def test_a_yaml_that_says_what_a_run_would_pass_over_is_refused(text: str, words: str, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def run_of(*argv: str, launch: Launch = TWO) -> Run:
             "sequence_parallel_size does not support. Use one of sdpa, flash_attention_2",
         ),
         (["--streaming", "True", "--max_steps", "3", "--train_file", "a.txt"], "--streaming is True .* read the same"),
-        (["--teacher", "folder"], "a teacher would see a part of each text"),
+        (["--teacher", "folder"], "a teacher would see only a part of each text"),
         (["--torch_compile", "True"], "--torch_compile is True"),
         (["--use_liger_kernel", "True"], "--loss_chunk_tokens saves the same memory"),
         (["--neftune_noise_alpha", "5"], "--neftune_noise_alpha is 5.0"),
@@ -49,7 +49,7 @@ def test_a_flag_that_counts_on_whole_rows_is_refused(argv: list[str], said: str)
 
 
 def test_ranks_are_a_multiple_of_the_size() -> None:
-    with pytest.raises(RequestError, match=r"has 3 ranks, which is no multiple of 2.*launch with 4 ranks"):
+    with pytest.raises(RequestError, match=r"has 3 ranks, which is not a multiple of 2.*launch with 4 ranks"):
         run_of(launch=Launch(world_size=3, launcher="torchrun"))
     assert run_of(launch=Launch(world_size=4, launcher="torchrun")).data_parallel_size == 2
 
@@ -59,7 +59,7 @@ def test_a_run_here_has_several_ranks_deepspeed_and_something_to_train() -> None
     faults = {
         "Launch with `deepspeed --num_gpus 2`": (run_of(launch=Launch()), "zero2"),
         "Add --deepspeed zero2": (run_of(), None),
-        "shares texts in training": (run_of("--do_train", "False"), None),
+        "splits texts in training": (run_of("--do_train", "False"), None),
     }
     for said, (run, deepspeed) in faults.items():
         (fault,) = sequence_faults_here(run, deepspeed)
@@ -84,7 +84,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
         ({"text_config": HEADS}, 8, None, "4 attention heads"),
         ({**HEADS, "sliding_window": 64}, 2, 128, "the last 64 tokens"),
         ({**HEADS, "sliding_window": 64}, 2, None, "the last 64 tokens"),
-        ({**HEADS, "layer_types": ["full_attention", "linear_attention"]}, 2, None, "layers of linear_attention"),
+        ({**HEADS, "layer_types": ["full_attention", "linear_attention"]}, 2, None, "has linear_attention layers"),
         ({**HEADS, "output_router_logits": True}, 2, None, "router"),
     ],
 )

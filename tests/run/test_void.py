@@ -92,7 +92,7 @@ def test_the_command_line_overrules_a_yaml_and_says_so(recipe: Recipe, row: Void
     assert not [one for one in mistakes if f"--{name} " in one and f"--{row.by} " in one]
     assert name not in run.given
     assert any(
-        f"--{name} " in note and f"--{row.by} is {by!r} (command line) overrules it" in note for note in run.notes
+        f"--{name} " in note and f"--{row.by} is {by!r} (command line) overrides it" in note for note in run.notes
     )
 
 
@@ -239,7 +239,7 @@ def test_a_deepspeed_config_and_a_recipes_yaml_in_each_others_place_are_named(tm
     (tmp_path / "mine.json").write_text('{"zero_optimization": {"stage": 2}}')
     (tmp_path / "mine.yaml").write_text("max_steps: 3\n")
     for name in (f"{tmp_path}/mine.json", "zero2"):
-        with pytest.raises(RequestError, match=f"that is a DeepSpeed config. Say --deepspeed {name}"):
+        with pytest.raises(RequestError, match=f"that is a DeepSpeed config. Use --deepspeed {name}"):
             starting(SEQ_CLS, f"--config {name}", Launch(), tmp_path)
     for name in (f"{tmp_path}/mine.yaml", "lora_24gb"):
         with pytest.raises(RequestError, match=rf"--deepspeed is .*{name} is a recipe's YAML, for --config"):

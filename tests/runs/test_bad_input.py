@@ -68,7 +68,7 @@ CASES = [
     ),
     pytest.param(
         lambda f: {"dataset_name": "stanfordnlp/imdb"},
-        r"imdb: neither a local folder .*--train_file",
+        r"imdb: not a local folder .*--train_file",
         id="hub data offline",
     ),
     pytest.param(lambda f: {"model_name_or_path": f}, r"no config\.json; it holds", id="folder without a model"),
@@ -91,7 +91,7 @@ CASES = [
     ),
     pytest.param(
         lambda f: {"metric_for_best_model": "acuracy"},
-        "acuracy.*an evaluation here gives loss, accuracy",
+        "acuracy.*an evaluation here reports loss, accuracy",
         id="no such metric",
     ),
     pytest.param(

@@ -155,7 +155,7 @@ def test_a_mixture_trains_alike_on_two_ranks_and_goes_on_inside_a_later_epoch_as
     assert sum(one["blocks"] for one in gave.values()) == 9 * GLOBAL_BATCH
     assert abs(gave["a"]["blocks"] - 0.3 * 9 * GLOBAL_BATCH) < 1
     assert (
-        f"Trained on, repetitions counted: a {gave['a']['blocks']} blocks" in (truth.folder / "README.md").read_text()
+        f"Trained on (counting repetitions): a {gave['a']['blocks']} blocks" in (truth.folder / "README.md").read_text()
     )
     values |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     run = train("torchrun", tmp_path / "run", values, ranks=2)
@@ -248,7 +248,7 @@ def test_a_trained_model_is_evaluated_alone_on_a_file(tmp_path: Path, base: Path
         ({"config_overrides": "hidden_act=foo"}, "no such activation"),
         ({"config_overrides": "dropout=1.5"}, "dropout=1.5: must be 0 or more"),
         ({"config_overrides": "wide"}, "wide: write name=value"),
-        ({"do_train": False}, "no trained model to ask"),
+        ({"do_train": False}, "no trained model to evaluate"),
         ({"tokenizer": "bpe", "bpe_vocab_size": 10}, "must be 257 or more"),
         ({"loss_chunk_tokens": -4}, "--loss_chunk_tokens is -4"),
     ],
@@ -367,8 +367,8 @@ def test_an_adapter_beside_a_base_in_bf16_learns_alike_everywhere(
     ("values", "message"),
     [
         ({"lora_target_modules": ["q_proj"]}, r"q_proj: no linear layer has this name\. The model has: .*qkv \(2\)"),
-        ({"resize_embeddings": True}, "an adapter leaves the embeddings as they are"),
-        ({"model_name_or_path": None}, "adapts a trained model"),
+        ({"resize_embeddings": True}, "an adapter does not train the embeddings"),
+        ({"model_name_or_path": None}, "an adapter needs a trained model"),
     ],
     ids=["no such layer", "new tokens", "from scratch"],
 )

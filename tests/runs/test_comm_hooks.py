@@ -87,7 +87,7 @@ def test_onebit_adam_ends_at_the_loss_of_adam(recipe: str, values: dict[str, Any
 
 @pytest.mark.parametrize(
     ("launcher", "ranks", "said"),
-    [("python", 1, "one process sends no gradients"), ("deepspeed", 2, r"Add --deepspeed none, or drop the hook")],
+    [("python", 1, "a single process sends no gradients"), ("deepspeed", 2, r"Add --deepspeed none, or drop the hook")],
 )
 def test_where_nothing_can_be_compressed_the_run_does_not_start(
     launcher: str, ranks: int, said: str, tmp_path: Path

@@ -99,7 +99,7 @@ def test_the_loss_is_both_parts_and_the_card_names_the_teacher(one_process: Fini
     assert min(one_process.column("kl")) > 0
     for step in one_process.steps:
         assert step["loss"] == pytest.approx(0.5 * step["hard_loss"] + 0.5 * 4 * step["kl"], rel=1e-4)
-    assert "Learnt from the teacher" in (one_process.folder / "README.md").read_text()
+    assert "Distilled from" in (one_process.folder / "README.md").read_text()
 
 
 def test_an_alpha_of_0_is_the_run_without_a_teacher_bit_by_bit(taught: dict[str, Any], tmp_path: Path) -> None:

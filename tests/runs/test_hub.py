@@ -69,7 +69,7 @@ def test_a_run_is_pushed_once_privately_with_its_card(ranks: int, tmp_path: Path
             marks=NIGHTLY,
         ),
         pytest.param({"role": "read"}, {}, {}, "the token is read-only", id="read only", marks=NIGHTLY),
-        pytest.param({}, {}, {"hub_token": "hf_CANARY"}, "everybody on this machine", id="token by flag"),
+        pytest.param({}, {}, {"hub_token": "hf_CANARY"}, "everyone on this machine", id="token by flag"),
         pytest.param(
             {},
             {},

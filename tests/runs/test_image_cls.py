@@ -228,7 +228,9 @@ def test_the_shipped_yaml_runs_on_files_like_cifars(tmp_path: Path) -> None:
 
 REFUSED = [
     pytest.param({"do_predict": True}, "needs a test split.*--test_dir", id="nothing to predict"),
-    pytest.param({"pipeline_parallel_size": 1}, "--model_type is 'resnet' .*no list of layers here", id="no pipeline"),
+    pytest.param(
+        {"pipeline_parallel_size": 1}, "--model_type is 'resnet' .*not a list of layers here", id="no pipeline"
+    ),
     pytest.param(
         {"pipeline_parallel_size": 1, "model_type": "alexnet", "metrics": "pearson"},
         "--metrics pearson: a pipeline's evaluation .*TypeError.* drop --pipeline_parallel_size",

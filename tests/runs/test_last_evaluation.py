@@ -89,7 +89,7 @@ def test_a_run_says_what_it_reads_and_how(tmp_path: Path) -> None:
     for part in (
         "reads body as text, category as label, not title",
         "2 labels",
-        "rows.csv read as cp1252 (--encoding says another)",
+        "rows.csv read as cp1252 (--encoding overrides this)",
         "its labels are whole numbers, and so classes (--task regression predicts numbers)",
     ):
         assert part in said

@@ -442,7 +442,7 @@ REFUSED = [
         id="more stages than layers",
     ),
     pytest.param({"use_peft": True}, 2, "LoRA is not supported. Use the recipe without", id="LoRA"),
-    pytest.param({"streaming": True}, 2, "--streaming is True .*: the first and the last stage", id="streaming"),
+    pytest.param({"streaming": True}, 2, "--streaming is True .*: the first and last stages", id="streaming"),
     pytest.param({"partition_method": "best"}, 2, "must be balanced, uniform, parameters, or type:REGEX", id="method"),
     pytest.param({"partition_method": "type:conv"}, 2, "no layer class matches. The layers are", id="type"),
     pytest.param({"do_train": False}, 2, "a pipeline run trains", id="no training"),

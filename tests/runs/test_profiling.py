@@ -108,5 +108,5 @@ def test_a_run_that_is_too_short_is_refused_before_anything_is_loaded(tmp_path: 
     run = launch("python", tmp_path / "run", {**TINY, "profile": 3}, recipe=CAUSAL, check=False)
     assert run.status == 2
     (error,) = run.errors
-    assert "3 step(s) from --profile_first_step 6 on end with step 8, but this run ends with step 7." in error
+    assert "3 step(s) from --profile_first_step 6 end with step 8, but this run ends with step 7." in error
     assert not (tmp_path / "run").exists()

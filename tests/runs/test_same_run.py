@@ -412,7 +412,7 @@ def test_a_text_that_the_checkpoints_tokenizer_cannot_read_is_refused_as_another
     folder = as_after(tmp_path / "run", 2, tmp_path / "run")
     run = launch("python", folder, {**flags, "resume": "auto"}, recipe="recipes/causal_lm.py", check=False)
     assert run.status == 2, run.output[-2000:]
-    assert run.errors[0].startswith("--resume: by the checkpoint's tokenizer, the text has '!'")
+    assert run.errors[0].startswith("--resume: with the checkpoint's tokenizer, the text has '!'")
 
 
 def adapter_flags(base: Path) -> dict[str, Any]:

@@ -123,4 +123,4 @@ def test_bad_input_is_one_sentence(tmp_path: Path, files: dict[str, str]) -> Non
     path.write_text("Ada B-PER\nLovelace\n")
     found = run("python", tmp_path / "run", {"train_file": str(path)}, check=False)
     assert found.status == 2
-    assert "line 2 has 1 columns, and the lines before it have 2" in found.output
+    assert "line 2 has 1 columns, but the lines before it have 2" in found.output

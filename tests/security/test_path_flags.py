@@ -37,7 +37,7 @@ def test_each_recipe_has_path_flags_to_try() -> None:
 def test_an_output_folder_is_refused_that_a_link_leads_to_nothing(name: str, tmp_path: Path) -> None:
     (tmp_path / "gone").symlink_to(tmp_path / "nothing")
     (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(RequestError, match=f"{name.partition('/')[0]} is a link to nothing"):
+    with pytest.raises(RequestError, match=f"{name.partition('/')[0]} is a broken link"):
         resolve_here(recipes()["seq_cls"], ["--output_dir", str(tmp_path / name)], Launch())
 
 

@@ -193,13 +193,13 @@ def test_a_manifest_of_another_form_is_refused_in_words(edit: Callable[[Any], An
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        pytest.param(b"", "is no JSON", id="empty"),
-        pytest.param(b'{"format": 1', "is no JSON", id="torn"),
+        pytest.param(b"", "is not valid JSON", id="empty"),
+        pytest.param(b'{"format": 1', "is not valid JSON", id="torn"),
         pytest.param(b"\xff\xfe", "is UTF-16.*not UTF-8", id="UTF-16"),
-        pytest.param(b"\xff\xff", "is no text in UTF-8", id="no UTF-8"),
+        pytest.param(b"\xff\xff", "is not UTF-8 text", id="no UTF-8"),
         pytest.param(b"[" * 100_000, "deeper than 50 levels", id="deep"),
         pytest.param(b'{"a":' * 51 + b"1" + b"}" * 51, "deeper than 50 levels", id="a little too deep"),
-        pytest.param(b'{"step": ' + b"9" * 5000 + b"}", "is no JSON", id="a long number"),
+        pytest.param(b'{"step": ' + b"9" * 5000 + b"}", "is not valid JSON", id="a long number"),
         pytest.param(b" " * (64 * 2**20 + 1), "more than 64 MiB", id="large"),
     ],
 )

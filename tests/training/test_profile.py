@@ -239,9 +239,9 @@ def test_a_run_that_stops_early_leaves_the_steps_it_had(tmp_path: Path, capsys: 
 
 def test_a_run_that_is_too_short_is_refused_with_the_numbers() -> None:
     check_length(first=6, steps=3, last=8, done=0)
-    with pytest.raises(RequestError, match=r"3 step.s. from --profile_first_step 6 on end with step 8, but .* step 7"):
+    with pytest.raises(RequestError, match=r"3 step.s. from --profile_first_step 6 end with step 8, but .* step 7"):
         check_length(first=6, steps=3, last=7, done=0)
-    with pytest.raises(RequestError, match=r"end with step 18, but .* 10 were had before it was resumed"):
+    with pytest.raises(RequestError, match=r"end with step 18, but .* 10 of them were done before it was resumed"):
         check_length(first=6, steps=3, last=12, done=10)
 
 
@@ -279,7 +279,7 @@ def request(*words: str, pipeline: bool = False) -> Run:
         pytest.param("--profile 2 --do_train False", None, False, "Drop it", id="no training"),
         pytest.param("--profile 2 --comms_logger True", "zero2", False, "Run once with each", id="both"),
         pytest.param("--comms_logger True", None, False, "has no DeepSpeed config. Add --deepspeed", id="whose"),
-        pytest.param("--flops_profiler True", "pipeline", True, "never prints what it counted", id="flops of stages"),
+        pytest.param("--flops_profiler True", "pipeline", True, "never prints its counts", id="flops of stages"),
         pytest.param("--ds_monitor csv", "pipeline", True, "fail in a pipeline's evaluation", id="monitor of stages"),
         pytest.param("--ds_monitor comet", "zero2", False, "one of csv, tensorboard, wandb", id="another monitor"),
         pytest.param(

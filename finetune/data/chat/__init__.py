@@ -1,1 +1,1 @@
-"""Conversations: their turns, the templates that write them, and which of their tokens are learnt."""
+"""Conversations: their turns, the templates that render them, and which of their tokens are trained on."""

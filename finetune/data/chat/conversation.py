@@ -1,4 +1,4 @@
-"""Conversations as tokens, and which of them are learnt: the assistant's turns, or the completion, alone."""
+"""Tokenizes conversations and marks the tokens to train on: only the assistant's turns, or only the completion."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Schemas = list[dict[str, Any]] | None
 
 
 class Encoded(NamedTuple):
-    """Token ids, for each whether it is learnt, and how often each of `remarks.REMARKS` is to be said."""
+    """Token ids, for each whether it is trained on, and how often each of `remarks.REMARKS` applies."""
 
     ids: list[int]
     learnt: list[bool]
@@ -32,34 +32,33 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Learning:
-    """Of which turns the tokens are learnt (--train_on), and whether thoughts are among them (--reasoning). A turn of
-    the `weight` 0, as OpenAI writes it, is read alone."""
+    """Which turns to train on (--train_on), and whether to include thoughts (--reasoning). A turn with `weight` 0, as
+    in OpenAI's format, is context only."""
 
     train_on: str = "assistant"
     reasoning: str = "keep"
 
 
 def conversation(tokenizer: Any, messages: Any, tools: Any = None, learning: Learning | None = None) -> Encoded:
-    """A conversation with the `tools` that it offers. Raises RequestError, quoting it.
+    """Encodes a conversation with the `tools` it offers. Raises RequestError, quoting it.
 
-    A template that marks the assistant's words ({% generation %}) is asked; with any other they are found in the
-    rendering, each with the mark that ends the turn and without the header before it (spans.py).
-    """
+    If the template marks the assistant's words ({% generation %}), these marks are used; otherwise spans.py finds them
+    in the rendering, including the end mark of each turn and excluding its header."""
     learning = learning or Learning()
     turns, schemas = turns_of(messages, learning.reasoning), tools_of(tools)
     try:
         return _encoded(tokenizer, _takeable(tokenizer, turns, schemas), schemas, learning)
     except (TemplateError, TypeError) as error:
         raise RequestError(
-            f"the tokenizer's chat template takes no such conversation ({error}): {quoted(messages)}. Fix the row, or "
-            "give another template by --chat_template."
+            f"the tokenizer's chat template rejects a conversation ({error}): {quoted(messages)}. Fix the row, or "
+            "give another template with --chat_template."
         ) from error
 
 
 def rendered(
     tokenizer: Any, turns: list[Turn], tools: Schemas, prompt: bool = False, template: str | None = None
 ) -> str:
-    """The text of `turns`, with the `prompt` for an answer after it; by another `template` than the tokenizer's own."""
+    """Renders `turns` with the tokenizer's template or another `template`; `prompt` adds the prompt for an answer."""
     template = template or template_of(tokenizer, tools)
     return str(
         tokenizer.apply_chat_template(
@@ -69,12 +68,12 @@ def rendered(
 
 
 def template_of(tokenizer: Any, tools: Schemas) -> str:
-    """A tokenizer may have several, one of them for tools."""
+    """The tokenizer's template; it may have several, one of them for tools."""
     return str(tokenizer.get_chat_template(None, tools)) if tokenizer.chat_template else DEFAULT_TEMPLATE
 
 
 def _takeable(tokenizer: Any, turns: list[Turn], tools: Schemas) -> list[Turn]:
-    """With an empty text for a call's missing words, where the template cannot do without."""
+    """Adds an empty text to turns with tool calls only, if the template requires a text."""
     if all("content" in turn or "tool_calls" not in turn for turn in turns):
         return turns
     try:
@@ -90,8 +89,8 @@ def _encoded(tokenizer: Any, turns: list[Turn], tools: Schemas, learning: Learni
 
     if not tokenizer.is_fast:
         raise RequestError(
-            f"{type(tokenizer).__name__} does not say which characters its tokens are of, and so not which are the "
-            "assistant's. Give a folder with a tokenizer.json by --tokenizer_name."
+            f"{type(tokenizer).__name__} does not map tokens to characters, so the assistant's tokens cannot be found. "
+            "Set --tokenizer_name to a folder with a tokenizer.json."
         )
     writing = Writing(render, turns, marks_of(tokenizer))
     learns_all = learning.train_on == "all"
@@ -117,8 +116,8 @@ def _without_tools(tokenizer: Any, turns: list[Turn]) -> str | None:
 
 
 def _spans(tokenizer: Any, writing: Writing, tools: Schemas) -> list[Span]:
-    """By the template's own marks, if it has any. Where jinja has them, by transformers 5.23, is wrong within a macro
-    (utils/chat_template_utils.py, _generation_support): sentinels are put in their places."""
+    """Uses the template's own marks if it has any. transformers 5.23 locates them through jinja, which is wrong inside
+    macros (utils/chat_template_utils.py, _generation_support), so we replace the marks with sentinels."""
     template = template_of(tokenizer, tools)
     if not GENERATION.search(template):
         return writing.spans()
@@ -139,7 +138,7 @@ def _spans(tokenizer: Any, writing: Writing, tools: Schemas) -> list[Span]:
 
 
 def _marked(writing: Writing, number: int, place: tuple[int, int], places: int) -> Span | None:
-    """What one of so many `places` is that a template marks; None for an empty turn."""
+    """The span of one of the `places` that a template marks; None for an empty turn."""
     own = [i for i, turn in enumerate(writing.turns) if turn["role"] == ASSISTANT]
     start, end = place
     within = [i for i in own if any(part.start < end and part.end > start for part in writing.there.get(i, ()))]
@@ -151,7 +150,7 @@ def _marked(writing: Writing, number: int, place: tuple[int, int], places: int) 
 
 
 def _learnt(offsets: list[tuple[int, int]], spans: list[Span]) -> list[bool]:
-    """For each token whether some of its characters are in a span; the spans are in order, and apart."""
+    """For each token whether any of its characters is in a span; spans are sorted and do not overlap."""
     ends = [span.end for span in spans]
     found = []
     for start, end in offsets:
@@ -163,8 +162,8 @@ def _learnt(offsets: list[tuple[int, int]], spans: list[Span]) -> list[bool]:
 def completion(
     tokenizer: Any, prompt: str, answer: str, beginning: list[int], learning: Learning | None = None
 ) -> Encoded:
-    """A prompt and its completion, of which the completion and the end of text are learnt. `beginning` is what the
-    tokenizer puts in front of every text (`data.tokenizer.beginning_of`). Raises RequestError."""
+    """A prompt and its completion; the completion and the end of text are trained on. `beginning` is what the tokenizer
+    puts before every text (`data.tokenizer.beginning_of`). Raises RequestError."""
     if not isinstance(prompt, str) or not isinstance(answer, str):
         shown = repr([prompt, answer])[:QUOTED_CHARACTERS]
         raise RequestError(

@@ -1,4 +1,4 @@
-"""The tokens that end the assistant's turns, by which generation is to stop."""
+"""Finds the tokens that end the assistant's turns, where generation must stop."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy.typing as npt
 from finetune.data.packing import Tokens
 
 LOOKED_AT = 10_000  # documents
-LEAST_SHARE = 0.01  # of them
+LEAST_SHARE = 0.01  # of these, for a token to count as an end
 SHOWN_TOKENS = 10
 
 
 def turn_ends(tokens: Tokens, tokenizer: Any) -> list[int]:
-    """The special tokens that come last of what is learnt of a conversation, the commonest first."""
+    """The special tokens that end the trained part of conversations, the most common first."""
     found, counts = np.unique(tokens.ids[_last_learnt(tokens)], return_counts=True)
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
@@ -24,12 +24,12 @@ def turn_ends(tokens: Tokens, tokenizer: Any) -> list[int]:
 
 
 def note_of_ends(tokens: Tokens, tokenizer: Any) -> str:
-    """Where no token ends them."""
+    """A warning for the case that no special token ends the assistant's turns."""
     last = int(_last_learnt(tokens).tolist()[0])
     shown = tokenizer.decode(tokens.ids[max(0, last + 1 - SHOWN_TOKENS) : last + 1].tolist())
     return (
-        f"the assistant's turns end in {shown!r}, for which the tokenizer has no token of its own: generation does not "
-        "stop there by itself (--chat_template takes a template whose marks are tokens, or that ends in eos_token)"
+        f"the assistant's turns end in {shown!r}, which is not a special token: generation does not stop there by "
+        "itself (use --chat_template with a template whose marks are special tokens, or that ends in eos_token)"
     )
 
 

@@ -1,4 +1,4 @@
-"""What is to be said of conversations that would teach something else than meant, counted row by row."""
+"""Warnings about conversations that would not teach what they should, counted row by row."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from finetune.data.chat.spans import Span
 from finetune.data.chat.turns import ASSISTANT, ROLES, Turn, has_words
 
 REMARKS = {
-    "endless": "in {n} the chat template writes no mark after the assistant's words, so that the model will not learn "
+    "endless": "in {n} the chat template writes no mark after the assistant's words, so the model will not learn "
     "to stop: write {{{{ eos_token }}}} there, or give --chat_template",
-    "twice": "{n} begin with two tokens for the beginning of a text: leave one out, of the chat template or the rows",
-    "repeated": "in {n} a role speaks twice in a row, or the assistant first: join such turns, or leave the rows out",
-    "empty": "{n} have an empty turn of the assistant, which is not learnt: fill it, or leave the row out",
-    "unknown": "{n} have turns of unknown roles, which are not learnt (known are "
+    "twice": "{n} begin with two tokens for the beginning of a text: remove one from the chat template or the rows",
+    "repeated": "in {n} a role speaks twice in a row, or the assistant first: merge such turns, or remove the rows",
+    "empty": "{n} have an empty assistant turn, which is not trained on: fill it, or remove the row",
+    "unknown": "{n} have turns of unknown roles, which are not trained on (known are "
     + ", ".join(ROLES)
     + "): rename them",
-    "unthought": "of {n} the chat template leaves out the last thoughts: they are not learnt (--chat_template takes "
-    "another, --reasoning strip means it)",
-    "beside": "in {n} the chat template leaves out the words beside a tool call: they are not learnt",
-    "unruled": "in {n} the chat template leaves out what the system says: --chat_template takes one that does not",
-    "untooled": "in {n} the chat template does not write `tools`: --chat_template takes one that does",
+    "unthought": "in {n} the chat template leaves out the last thoughts: they are not trained on (use another "
+    "--chat_template, or --reasoning strip if intended)",
+    "beside": "in {n} the chat template leaves out the words next to a tool call: they are not trained on",
+    "unruled": "in {n} the chat template leaves out the system message: use a --chat_template that includes it",
+    "untooled": "in {n} the chat template does not write `tools`: use a --chat_template that does",
 }
 ENDLESS = (
-    "the chat template writes no mark after the assistant's words in any conversation: the model would learn to go on "
-    "and never to stop, and nothing later would say so. Write {{ eos_token }} there, or give --chat_template (chatml, "
-    "llama3, ...); --train_on all learns such texts as they are."
+    "the chat template writes no mark after the assistant's words in any conversation: the model would never learn to "
+    "stop, and no later check would notice. Write {{ eos_token }} there, or give --chat_template (chatml, "
+    "llama3, ...); --train_on all trains on such texts as they are."
 )
 
 
 def remarks_on(
     turns: Sequence[Turn], spans: Sequence[Span], left_out: set[str], whole: str, ignores_tools: bool, twice: bool
 ) -> list[int]:
-    """For each of REMARKS whether it is to be said of these turns, rendered as `whole`."""
+    """For each of REMARKS, whether it applies to these turns, rendered as `whole`."""
     roles = [turn["role"] for turn in turns]
     spoken = [role for role in roles if role not in ("system", "developer")]
     rules = [str(turn.get("content", "")).strip() for turn in turns if turn["role"] in ("system", "developer")]
@@ -53,7 +53,7 @@ def remarks_on(
 
 
 def notes_of(counts: Sequence[int], conversations: int) -> list[str]:
-    """The remarks in words, with how many of the `conversations` each is of."""
+    """The remarks in words, each with the number of `conversations` it applies to."""
     every = f"all {conversations:,} conversations"
     shown = [every if n >= conversations else f"{n:,} of {conversations:,} conversations" for n in counts]
     return [text.format(n=n) for text, n, count in zip(REMARKS.values(), shown, counts, strict=True) if count]

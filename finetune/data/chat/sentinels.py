@@ -1,8 +1,8 @@
-"""Where a template writes each part of each turn: the parts are put between sentinels, rendered, and looked for. What
-is found counts only where the rendering without the sentinels is the plain one, to the letter.
+"""Finds where a template writes each part of each turn: puts the parts between sentinels, renders, and searches. The
+result counts only if the rendering minus the sentinels is identical to the plain one.
 
-A sentinel is digits, which pass through JSON and any change of case. It begins with the only 1 that it has, so that no
-digits before it can make it appear to begin earlier.
+A sentinel consists of digits, which survive JSON and case changes. It contains a single 1, its first digit, so that
+digits before it cannot shift where it seems to begin.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 
 from finetune.data.chat.turns import ASSISTANT, CLOSES_THOUGHT, THOUGHTS, Turn
 
-WIDTH = 6  # digits of a sentinel's number, to base 8
+WIDTH = 6  # digits of a sentinel's number, in base 8
 DIGITS = "23456789"
-# Templates cut contents at these: what lies between is a part of its own, with its blanks outside where they are cut.
+# Templates split contents here: the text between tags is a separate part, without the whitespace that templates strip.
 TAGS = re.compile(r"(</?think(?:ing)?>|\[/?THINK\])")
 WORDS, THOUGHT, CALL = "words", "thought", "call"
-ANSWERED = ("user", "tool", "function", "ipython")  # what the system says may be written anywhere
-# Whose parts are marked, and whether their blanks are kept inside: the first way that leaves the rendering as it is.
+ANSWERED = ("user", "tool", "function", "ipython")  # a template may move the system message anywhere
+# Whether to mark all roles, and to keep whitespace inside the marks: the first way that does not change the rendering.
 WAYS = ((True, True), (True, False), (False, True), (False, False))
 
-Render = Callable[[list[Turn]], str | None]  # None where the template takes no such turns
+Render = Callable[[list[Turn]], str | None]  # None if the template rejects the turns
 
 
 @dataclass(frozen=True)
 class Part:
-    """Characters `start` to `end` of the plain rendering; both -1 for a part that the template leaves out."""
+    """Characters `start` to `end` of the plain rendering; both -1 if the template leaves the part out."""
 
     turn: int
     kind: str
@@ -43,7 +43,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Located:
-    """`parts` in the order of the turns; `seen` is the rendering without the sentinels, which `is_exact` if it is the
+    """`parts` in the order of the turns; `seen` is the rendering minus the sentinels, and `is_exact` if it equals the
     plain one."""
 
     parts: tuple[Part, ...]
@@ -52,7 +52,7 @@ class Located:
 
 
 def locate(render: Render, turns: list[Turn], whole: str) -> Located:
-    """The parts of `turns`, which are rendered as `whole`."""
+    """Locates the parts of `turns`, whose plain rendering is `whole`."""
     nonce = next(n for n in map(_nonce, count()) if n not in whole and n not in repr(turns))
     found = Located((), "", False)
     for marks_all, keeps_blanks in WAYS:
@@ -67,7 +67,7 @@ def locate(render: Render, turns: list[Turn], whole: str) -> Located:
 
 
 def sentinels(text: str) -> tuple[str, str]:
-    """Two of which neither is in `text`."""
+    """Two sentinels that do not occur in `text`."""
     nonce = next(n for n in map(_nonce, count()) if n not in text)
     return nonce + _number(0), nonce + _number(1)
 
@@ -94,8 +94,8 @@ def _read(rendered: str, nonce: str, planned: list[tuple[int, str]], whole: str)
     parts, is_exact, last = [], seen == whole, (-1, -1)
     for i, (turn, kind) in enumerate(planned):
         starts, ends = places.get(2 * i, []), places.get(2 * i + 1, [])
-        # Cut through, written twice, or turns in another order: which words are whose is not known. The name of a call
-        # may stand again where its result is.
+        # A part that is cut, written twice or reordered leaves unclear who says what. Only the name of a call may occur
+        # again, next to its result.
         once = len(starts) <= 1 or kind == CALL
         is_exact = is_exact and once and len(starts) == len(ends) and (not starts or starts[0] <= ends[0])
         if starts and ends:
@@ -106,7 +106,7 @@ def _read(rendered: str, nonce: str, planned: list[tuple[int, str]], whole: str)
 
 
 class _Pen:
-    """Writes sentinels, two by two, and notes of which part of which turn."""
+    """Writes sentinels in pairs, and records which part of which turn each pair encloses."""
 
     def __init__(self, nonce: str, keeps_blanks: bool) -> None:
         self.nonce, self.keeps_blanks = nonce, keeps_blanks

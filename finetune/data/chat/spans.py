@@ -1,5 +1,5 @@
-"""Which characters of a rendered conversation the assistant says: from where the prompt for its turn ends to the mark
-that ends the turn, which it has to learn as well."""
+"""Finds the characters of a rendered conversation that the assistant says: from the end of the prompt for its turn up
+to and including the mark that ends the turn, which the model must learn as well."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from finetune.data.chat.turns import ASSISTANT, Turn, has_words, quoted
 from finetune.errors import RequestError, plain
 
 SHOWN = 160  # characters of a rendering in a message
-# What looks like a mark, for a tokenizer that has no token for it, and what is none though it may be a special token.
+# What looks like a mark, even if the tokenizer has no token for it; and what is not one, even if it is a special token.
 MARK = r"<[|\uff5c][^<>\s]{1,60}[|\uff5c]>|</s>|<end_of_turn>|<eos>|<\|?im_end\|?>"
 NO_MARK = re.compile(r"</?(think(ing)?|tool_\w+|answer|tools?)>|\[/?THINK\]|\s*")
 OPENS = re.compile(r"user|system|human|start|begin|observation|\[INST|<s>|<bos>", re.IGNORECASE)  # a turn, if not "end"
 UNTOLD = (
-    "the tokenizer's chat template {why}. Give another template by --chat_template, or put {{% generation %}} marks "
-    "round the assistant's words in this one. It writes {whole}{other}: {quoted}."
+    "the tokenizer's chat template {why}. Give another template with --chat_template, or put {{% generation %}} marks "
+    "around the assistant's words in this one. It writes {whole}{other}: {quoted}."
 )
 
 Render = Callable[[list[Turn], bool], str]  # turns, and whether the prompt for an answer follows
@@ -31,7 +31,7 @@ Render = Callable[[list[Turn], bool], str]  # turns, and whether the prompt for 
 
 @dataclass(frozen=True)
 class Span:
-    """Characters `start` to `end` of turn `turn`; whether they end in a mark by which generation can `stop`."""
+    """Characters `start` to `end` of turn `turn`; `stops` if they end in a mark at which generation can stop."""
 
     turn: int
     start: int
@@ -40,7 +40,7 @@ class Span:
 
 
 def marks_of(tokenizer: Any) -> re.Pattern[str]:
-    """The marks between turns: the tokenizer's special tokens, and whatever else is written like one."""
+    """Matches the marks between turns: the tokenizer's special tokens, and anything else that looks like one."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     names = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
     special = sorted((name for name in names if not NO_MARK.fullmatch(name)), key=len, reverse=True)
@@ -49,7 +49,7 @@ def marks_of(tokenizer: Any) -> re.Pattern[str]:
 
 @dataclass
 class Writing:
-    """How a template writes `turns`: `whole`, where the parts of each turn are, and what the assistant's span is."""
+    """How a template writes `turns`: the `whole` text, where the parts of each turn are, and the assistant's spans."""
 
     render: Render
     turns: list[Turn]
@@ -66,7 +66,7 @@ class Writing:
 
     @cached_property
     def there(self) -> dict[int, list[Part]]:
-        """The parts that are in the rendering, by turn."""
+        """The parts that occur in the rendering, by turn."""
         found: dict[int, list[Part]] = {}
         for part in self.located.parts:
             if part.is_there:
@@ -74,7 +74,7 @@ class Writing:
         return found
 
     def spans(self) -> list[Span]:
-        """Of each of the assistant's turns that says something. Raises RequestError where one's place is not clear."""
+        """A span for each nonempty assistant turn. Raises RequestError if the place of one is ambiguous."""
         if not any(turn["role"] == ASSISTANT and has_words(turn) for turn in self.turns):
             return []
         if not self.located.is_exact:
@@ -87,7 +87,7 @@ class Writing:
         return spans
 
     def _check_left_out(self) -> None:
-        """A turn may lose its thoughts, and the words beside its calls; its words alone, or its calls, may not go."""
+        """Thoughts, and words next to calls, may be left out of a turn; its only words or its calls may not."""
         lost = {(part.turn, part.kind) for part in self.located.parts if not part.is_there}
         for i, kind in sorted(lost):
             if self.turns[i]["role"] != ASSISTANT:
@@ -103,14 +103,14 @@ class Writing:
         return max(i for i, turn in enumerate(self.turns) if turn["role"] == ASSISTANT and has_words(turn))
 
     def _begin(self, i: int) -> int:
-        """Where the parts of turn i begin."""
+        """Where turn i's parts begin."""
         return min(part.start for part in self.there[i])
 
     def _finish(self, i: int) -> int:
         return max(part.end for part in self.there[i])
 
     def _start(self, i: int) -> int:
-        """Where the prompt for turn i ends: after the header, where there is one."""
+        """Where the prompt for turn i ends: after the header, if there is one."""
         begin = self._begin(i)
         before = max((self._finish(j) for j in self.there if j < i), default=0)
         if self._header:
@@ -127,7 +127,7 @@ class Writing:
         return before + len(closing) if ends and self.whole.startswith(closing, before, begin) else begin
 
     def _after_part_of_header(self, before: int, begin: int) -> int:
-        """For a prompt that also opens a thought, where the turn has none."""
+        """Where the turn starts if the prompt also opens a thought, but the turn has none."""
         mark = self.marks.search(self._header)
         at = self.whole.rfind(mark[0], before, begin) if mark else -1
         if mark is None or at < 0:
@@ -136,8 +136,8 @@ class Writing:
 
     @cached_property
     def _header(self) -> str:
-        """What precedes each of the assistant's turns: the prompt for one, or where the template knows no prompt, what
-        it writes before an answer."""
+        """What precedes each assistant turn: the generation prompt or, if the template has none, what it writes before
+        an answer."""
         first = self._own[0]
         before = self.turns[:first] or [{"role": "user", "content": "a"}]
         closed, asked = self._rendered(before, False), self._rendered(before, True)
@@ -154,7 +154,7 @@ class Writing:
         return written if written.strip() else ""
 
     def _end(self, i: int) -> tuple[int, bool]:
-        """Where turn i ends with its mark, and whether it has one."""
+        """Where turn i ends, including its end mark, and whether it has one."""
         finish = self._finish(i)
         following = min((self._begin(j) for j in self.there if j > i), default=len(self.whole))
         tail = self.whole[finish:following]
@@ -167,7 +167,7 @@ class Writing:
                 return finish + found[-1], True
         goes_on = i + 1 in self.there and self.turns[i + 1]["role"] == ASSISTANT
         if goes_on and not self.marks.search(tail) and (not self._header or self._header not in tail):
-            return finish + len(tail), True  # one turn, of which this is not the end
+            return finish + len(tail), True  # the assistant's turn continues: not its end
         if not alone.strip():
             return finish + len(tail) - len(tail.lstrip()), False
         if not self.marks.search(alone):
@@ -176,7 +176,7 @@ class Writing:
         return self._mark(finish, tail, alone)
 
     def _mark(self, finish: int, tail: str, alone: str) -> tuple[int, bool]:
-        """After the first mark of `tail`, or the last of several that stand together, where a last turn ends in it."""
+        """After the first mark of `tail`, or after the adjacent mark that ends a last turn."""
         first = self.marks.search(tail)
         if first is None or (OPENS.search(first[0]) and "end" not in first[0].lower()):
             return finish, False
@@ -193,7 +193,7 @@ class Writing:
         return [i for i in self.there if self.turns[i]["role"] == ASSISTANT]
 
     def _tail_alone(self, i: int) -> str:
-        """What is written after turn i where nothing follows."""
+        """What the template writes after turn i if no turn follows."""
         if i == len(self.turns) - 1:
             return self.whole[self._finish(i) :]
         turns = self.turns[: i + 1]
@@ -204,7 +204,7 @@ class Writing:
         return whole[max(ends) :] if ends else ""
 
     def _by_prefix(self) -> list[Span]:
-        """For a template that looks into contents: what each turn adds to the rendering of those before."""
+        """For a template that inspects contents: takes what each turn adds to the rendering of the earlier turns."""
         spans = []
         for i, turn in enumerate(self.turns):
             if turn["role"] != ASSISTANT or not has_words(turn):
@@ -212,7 +212,7 @@ class Writing:
             before, after = self._rendered(self.turns[:i], True), self._rendered(self.turns[: i + 1], False)
             if before is None or after is None or not (after.startswith(before) and self.whole.startswith(after)):
                 raise self._untold(
-                    "changes words, and writes a turn otherwise once others follow: whose is what is not clear"
+                    "changes words, and writes a turn differently if others follow: who says what is ambiguous"
                 )
             added = self.whole[len(before) : len(after)]
             words = str(turn.get("content", "")).strip()
@@ -227,7 +227,7 @@ class Writing:
         return self._rendered(turns, False)
 
     def _rendered(self, turns: list[Turn], prompt: bool) -> str | None:
-        """None for turns that the template does not take by themselves."""
+        """None for turns that the template rejects."""
         if not turns:
             return "" if not prompt else None
         try:
@@ -244,12 +244,12 @@ class Writing:
 
 
 def _shared(one: str, other: str) -> str:
-    """How both begin."""
-    return os.path.commonprefix([one, other])  # noqa: RUF071  (it is characters that we want)
+    """The common prefix."""
+    return os.path.commonprefix([one, other])  # noqa: RUF071  (we compare characters, not paths)
 
 
 def _together(marks: re.Pattern[str], text: str) -> list[re.Match[str]]:
-    """The first mark, and those that follow it at once."""
+    """The first mark and those directly after it."""
     found: list[re.Match[str]] = []
     for match in marks.finditer(text):
         if found and match.start() != found[-1].end():

@@ -1,4 +1,4 @@
-"""The templates that are shipped, and --chat_template: one of them by name, or a jinja file."""
+"""The shipped chat templates, and --chat_template: the name of one of them, or a jinja file."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from finetune.safe_read.files import open_plain
 
 FOLDER = Path(__file__).parent / "templates"
 MOST_BYTES = 1 << 20
-# Used where a tokenizer brings no template of its own: marks in words, so that no token must be added, and the end of
-# text after each of the assistant's turns, so that the model learns to stop.
+# Used if a tokenizer has no template: marks are plain words, so that no token must be added, and the end of text is
+# written after each assistant turn, so that the model learns to stop.
 DEFAULT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
 INVENTED = (
-    "the tokenizer brings no chat template, and turns get one in words, <|user|> and <|assistant|> before them and "
-    "{end} after the assistant's (--chat_template takes another)"
+    "the tokenizer has no chat template, so turns are marked in words: <|user|> and <|assistant|> before them and "
+    "{end} after the assistant's (--chat_template sets another)"
 )
 
 
 def shipped() -> dict[str, str]:
-    """The texts of the templates by their names."""
+    """The text of each template by name."""
     return {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.jinja"))}
 
 
 def read_template(given: str) -> str:
-    """What --chat_template says. Raises RequestError for what is no template."""
+    """The template that --chat_template names. Raises RequestError if there is none."""
     if given in (known := shipped()):
         return known[given]
     path, name = Path(given).expanduser(), f"--chat_template {given}"
@@ -42,9 +42,9 @@ def read_template(given: str) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise RequestError(f"{name}: is no text in UTF-8 ({plain(first_line(error))}). Give a jinja file.") from error
+        raise RequestError(f"{name}: is not UTF-8 text ({plain(first_line(error))}). Give a jinja file.") from error
 
 
 def is_ours(template: Any) -> bool:
-    """Whether a template needs no child process: it is none of a stranger's."""
+    """Whether a template is trusted and needs no child process: it does not come from outside."""
     return template is None or template == DEFAULT_TEMPLATE or template in shipped().values()

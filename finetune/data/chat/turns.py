@@ -1,4 +1,4 @@
-"""The turns and the tools of a row, as every template takes them. Raises RequestError, quoting what is none."""
+"""Normalizes the turns and tools of a row for chat templates. Raises RequestError for malformed ones, quoting them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Turn = dict[str, Any]
 
 
 def turns_of(messages: Any, reasoning: str) -> list[Turn]:
-    """Turns of `role`, `content` (a text, or left out), `tool_calls` and whatever else a template may read; nothing of
-    them is None. `reasoning` "strip" leaves the thoughts out."""
+    """Turns of `role`, `content` (a text, or missing), `tool_calls` and anything else a template may read; no value is
+    None. `reasoning` "strip" removes thoughts."""
     found = from_json(messages)
     if not isinstance(found, list) or not found or not all(map(_is_turn, found)):
         raise RequestError(
@@ -29,20 +29,20 @@ def turns_of(messages: Any, reasoning: str) -> list[Turn]:
 
 
 def tools_of(tools: Any) -> list[dict[str, Any]] | None:
-    """The functions that a row offers, as JSON schemas; None without any."""
+    """The functions that a row offers, as JSON schemas; None if there are none."""
     found = from_json(tools)
     found = [from_json(one) for one in found] if isinstance(found, list) else found
     if not found:
         return None
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise RequestError(
-            f"`tools` must be a list of functions, each as OpenAI's JSON schema, or that as text: {quoted(tools)}."
+            f"`tools` must be a list of functions, each an OpenAI JSON schema, or the same as text: {quoted(tools)}."
         )
     return [_without_none(one) for one in found]
 
 
 def has_words(turn: Turn) -> bool:
-    """Whether a turn says anything, or calls a tool."""
+    """Whether a turn has text or calls a tool."""
     return bool(turn.get("tool_calls") or any(str(turn.get(name) or "").strip() for name in ("content", *THOUGHTS)))
 
 
@@ -61,23 +61,23 @@ def _is_turn(turn: Any) -> bool:
 def _turn(turn: Turn, strips: bool) -> Turn:
     if "content" in turn:
         turn["content"] = _text(turn["content"], turn["role"])
-    if "function_call" in turn:  # OpenAI's older word for one call
+    if "function_call" in turn:  # OpenAI's older form of a single call
         turn["tool_calls"] = [{"type": "function", "function": turn.pop("function_call")}]
     if not turn.get("tool_calls"):
-        turn.pop("tool_calls", None)  # a table has an empty list where other rows have calls
+        turn.pop("tool_calls", None)  # tables have empty lists here if other rows have calls
     elif not isinstance(turn["tool_calls"], list) or not all(isinstance(one, dict) for one in turn["tool_calls"]):
         raise RequestError(f"`tool_calls` must be a list of calls with `function`, but one is {quoted(turn)}.")
     for call in turn.get("tool_calls", []):
         function = call["function"] if isinstance(call.get("function"), dict) else call
         if "arguments" in function:
-            # OpenAI writes a text here, which most templates would write as JSON once more; vLLM reads it, too
+            # OpenAI stores arguments as text, which most templates would encode as JSON again; vLLM decodes it, too
             # (entrypoints/chat_utils.py).
             read = from_json(function["arguments"])
             function["arguments"] = read if isinstance(read, dict) else function["arguments"]
     if strips and turn["role"] == ASSISTANT:
         turn = {name: value for name, value in turn.items() if name not in THOUGHTS}
         if CLOSES_THOUGHT in turn.get("content", ""):
-            turn["content"] = turn["content"].rpartition(CLOSES_THOUGHT)[2].lstrip()  # as templates cut it off
+            turn["content"] = turn["content"].rpartition(CLOSES_THOUGHT)[2].lstrip()  # as templates do
     return turn
 
 
@@ -88,7 +88,7 @@ def _text(content: Any, role: str) -> str:
         return "".join(_text_of_part(part) for part in content)
     if isinstance(content, list) and content and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
         return "".join(_text_of_part(part) for part in content)
-    if role in ("tool", "function", "ipython"):  # what a function gave
+    if role in ("tool", "function", "ipython"):  # the result of a function
         return json.dumps(content, ensure_ascii=False)
     raise RequestError(f"`content` must be a text or a list of parts, but one is {quoted(content)}.")
 
@@ -100,7 +100,7 @@ def _text_of_part(part: Any) -> str:
     if isinstance(part, dict) and str(kind).endswith("text") and isinstance(part.get("text"), str):
         return str(part["text"])
     raise RequestError(
-        f"`content` has a part of type `{str(kind)[:40]}`, but this recipe learns text alone. Leave such rows out: "
+        f"`content` has a part of type `{str(kind)[:40]}`, but this recipe supports only text. Remove such rows: "
         f"{quoted(part)}."
     )
 
@@ -115,7 +115,7 @@ def from_json(value: Any) -> Any:
 
 
 def _without_none(value: Any) -> Any:
-    """A table gives every row the keys of all rows, with None where a row has none."""
+    """Removes keys whose value is None: a table gives every row the keys of all rows."""
     if isinstance(value, dict):
         return {name: _without_none(one) for name, one in value.items() if one is not None}
     return [_without_none(one) for one in value] if isinstance(value, list) else value

@@ -1,5 +1,5 @@
-"""What DeepSpeed, the Trainer or accelerate would trip over or quietly get wrong. One rule is one short function that
-yields findings; its codes are explained in docs/check.md."""
+"""What DeepSpeed, the Trainer or accelerate would fail on or silently get wrong. One rule is one short function that
+yields findings; docs/check.md explains the codes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from finetune.dsconfig.rules import (
 
 Rule = Callable[[Config, Context], Iterator[Finding]]
 
-# Which of these hold depends on the stage.
+# Rules that depend on the stage.
 STAGED = (*zero.RULES, *offload.RULES, *quantized.RULES, *pipeline.RULES)
 
 
 def rules_for(config: Config) -> tuple[Rule, ...]:
-    """All of RULES; where the stage is there and cannot be told, those that do not ask for it."""
+    """All of RULES; if the stage is invalid, only those that do not depend on it."""
     return RULES if config.stage_is_known else tuple(rule for rule in RULES if rule not in STAGED)
 
 
@@ -43,6 +43,6 @@ RULES: tuple[Rule, ...] = (
     *offload.RULES,  # DS6xx
     *quantized.RULES,  # DS7xx: ZeRO++
     *pipeline.RULES,  # DS8xx
-    *leftovers.RULES,  # DS9xx: what was forgotten in the file
+    *leftovers.RULES,  # DS9xx: leftovers in the file
     *refused.RULES,
 )

@@ -49,7 +49,7 @@ BY_ACCELERATE = (  # accelerate 1.15, accelerator.py, _prepare_deepspeed, and ut
     "zero_optimization.offload_param.device",
     "zero_optimization.offload_param.nvme_path",
 )
-# A value of DeepSpeed's own.
+# Keys for which DeepSpeed itself accepts "auto".
 OWN_AUTO = (
     "data_types.keep_in_fp32_modules",
     "pipeline.stages",
@@ -61,7 +61,7 @@ BY_TRAINER = (*BY_ACCELERATE, "optimizer.params.betas", "optimizer.params.eps")
 BY_RECIPE = (*BY_TRAINER, "zero_optimization.zero_hpz_partition_size")
 FILLED = {"recipe": BY_RECIPE, "trainer": BY_TRAINER, "accelerate": BY_ACCELERATE, "deepspeed": ()}
 CLIPS_SINCE = (0, 19, 3)  # runtime/constants.py, GRADIENT_CLIPPING_DEFAULT
-# DeepSpeed drops an "auto" from these sections, so that its own default is taken (runtime/config_utils.py).
+# DeepSpeed drops an "auto" from these sections and uses its own default (runtime/config_utils.py).
 TYPED = (
     "zero_optimization fp16 bf16 bfloat16 comms_logger compile hybrid_engine tensor_parallel timers tensorboard "
     "wandb csv_monitor comet"
@@ -74,13 +74,13 @@ def sizes_multiply(config: Config, run: Context) -> Iterator[Finding]:
     micro = _size(config, run, "train_micro_batch_size_per_gpu", "per_device_train_batch_size")
     steps = _size(config, run, "gradient_accumulation_steps", "gradient_accumulation_steps")
     if run.engine in ("trainer", "accelerate") and not config.has(SIZES[2]):
-        steps = 1  # accelerate puts it there
+        steps = 1  # accelerate sets it
     shared = config.count("sequence_parallel_size")
-    if shared and run.world_size and run.world_size % shared:  # DeepSpeed divides, and takes the fraction for its ranks
+    if shared and run.world_size and run.world_size % shared:  # DeepSpeed would compute with a fraction of a rank
         said = f"sequence_parallel_size is {shared}, which does not divide the run's ranks, {run.world_size}."
         yield error("DS201", "sequence_parallel_size", said)
     if total is None or shared or config.count("tensor_parallel.autotp_size"):
-        return  # ranks that share their samples are not counted, and by how much is the script's matter
+        return  # the ranks that share samples count once, and how many share them is up to the script
     ranks = run.data_parallel_size
     shares = "ranks that share a text" if run.sequence_parallel_size > 1 else "stages"
     is_all = run.pipeline_parallel_size is None and run.sequence_parallel_size == 1
@@ -96,7 +96,7 @@ def sizes_multiply(config: Config, run: Context) -> Iterator[Finding]:
             *([Put(at("train_batch_size"), "auto")] if run.has_trainer else []),
         )
         return
-    # DeepSpeed divides by what is known and rounds down, and then its own check fails (runtime/config.py).
+    # DeepSpeed divides by the known factors and rounds down, and then its own check fails (runtime/config.py).
     known = {"micro-batch": micro, "accumulation steps": steps, what: ranks}
     factors = {name: factor for name, factor in known.items() if factor}
     unit = math.prod(factors.values())
@@ -113,8 +113,8 @@ def sizes_multiply(config: Config, run: Context) -> Iterator[Finding]:
 
 def a_size_is_given(config: Config, run: Context) -> Iterator[Finding]:
     """DS202. DeepSpeed must find one in the file (runtime/config.py, _set_batch_related_parameters). The Trainer and
-    accelerate fill an "auto" that is there, and add none, as our recipes do."""
-    missing = (None, "auto") if run.engine == "accelerate" else (None,)  # it makes the product from the micro-batch
+    accelerate fill an existing "auto", but do not add one, as our recipes do."""
+    missing = (None, "auto") if run.engine == "accelerate" else (None,)  # it computes it from the micro-batch
     if run.engine != "recipe" and config.get(SIZES[1]) is None and config.get(SIZES[0]) in missing:
         place, auto = SIZES[1], run.engine != "deepspeed"
         yield error(
@@ -127,11 +127,11 @@ def a_size_is_given(config: Config, run: Context) -> Iterator[Finding]:
 
 
 def accumulation_is_stated(config: Config, run: Context) -> Iterator[Finding]:
-    """DS208. accelerate 1.15, utils/dataclasses.py, DeepSpeedPlugin: it takes 1 without the key, and null as it is."""
+    """DS208. accelerate 1.15, utils/dataclasses.py, DeepSpeedPlugin: without the key it uses 1, and it keeps null."""
     place, asked = SIZES[2], run.arguments.get(SIZES[2])
     mend = Put(at(place), "auto")
     if run.engine in ("trainer", "accelerate") and config.has(place) and config.get(place) is None:
-        yield error("DS208", place, f'{place} is null, with which accelerate cannot count. Write "auto".', mend)
+        yield error("DS208", place, f'{place} is null, which accelerate cannot use. Write "auto".', mend)
     elif run.engine == "trainer" and not config.has(place) and isinstance(asked, int) and asked > 1:
         said = (
             f"{place} is missing, so DeepSpeed updates after each micro-batch, but the run asks for {asked} (--{place})"
@@ -140,7 +140,7 @@ def accumulation_is_stated(config: Config, run: Context) -> Iterator[Finding]:
 
 
 def values_agree_with_the_trainer(config: Config, run: Context) -> Iterator[Finding]:
-    """DS203. All of them at once: the Trainer names them when the model is loaded, and some of them never."""
+    """DS203. All mismatches at once: the Trainer reports them after loading the model, and some never."""
     if not run.has_trainer:
         return
     wanted = [(place, name, _of_trainer(run, name)) for place, name in TWINS]
@@ -162,8 +162,8 @@ def values_agree_with_the_trainer(config: Config, run: Context) -> Iterator[Find
 
 
 def auto_is_filled(config: Config, run: Context) -> Iterator[Finding]:
-    """DS204. accelerate, and so the Trainer, ends the run over an "auto" that it does not fill (utils/dataclasses.py,
-    fill_match); DeepSpeed alone takes it for a text. DS205: or for its own default, in sections with a class."""
+    """DS204. accelerate, and so the Trainer, ends the run at an "auto" that it does not fill (utils/dataclasses.py,
+    fill_match); DeepSpeed alone reads it as a string. DS205: or, in sections with a class, as its own default."""
     if run.pipeline_parallel_size is not None:
         return  # DS8xx: a pipeline has its own list
     who = {"recipe": "our recipes do", "trainer": "the Trainer does", "accelerate": "accelerate does"}
@@ -179,7 +179,7 @@ def auto_is_filled(config: Config, run: Context) -> Iterator[Finding]:
             mend = "Use zero1, or give --pipeline_parallel_size: a pipeline run fills it."
             yield (error if run.is_here else warning)("DS204", place, f"{subject}. {mend}")
         elif has_default and alone:
-            said = f"{subject}: it takes its own default. Write a value, or delete it."
+            said = f"{subject}: it uses its own default. Write a value, or delete it."
             yield warning("DS205", place, said, Drop(at(place)))
         else:
             mends = [Drop(at(place))] if has_default else []
@@ -187,12 +187,12 @@ def auto_is_filled(config: Config, run: Context) -> Iterator[Finding]:
 
 
 def clipping_is_stated(config: Config, run: Context) -> Iterator[Finding]:
-    """DS206. Without the key DeepSpeed clips at a default of its own, whatever the Trainer says.
+    """DS206. Without the key DeepSpeed clips at its own default, whatever the Trainer says.
 
-    deepspeed 0.19.8, runtime/constants.py, GRADIENT_CLIPPING_DEFAULT; it was 0, no clipping, before, under which
-    axolotl#1381 lost its clipping.
+    deepspeed 0.19.8, runtime/constants.py, GRADIENT_CLIPPING_DEFAULT; it used to be 0, which means no clipping
+    (axolotl#1381).
     """
-    said_of_another = ("max_grad_norm", "optimizer.params.max_grad_norm")  # by DS101 and DS306
+    said_of_another = ("max_grad_norm", "optimizer.params.max_grad_norm")  # reported by DS101 and DS306
     if any(map(config.has, ("gradient_clipping", *said_of_another))) or not run.has_trainer:
         return
     wanted = run.arguments.get("max_grad_norm", 1.0)
@@ -218,7 +218,7 @@ def clipping_is_stated(config: Config, run: Context) -> Iterator[Finding]:
 
 
 def accumulation_can_skip_syncing(config: Config, run: Context) -> Iterator[Finding]:
-    """DS207. transformers#34984, mended by #35157: `no_sync` met DeepSpeed 0.16's refusal under ZeRO-2 and 3."""
+    """DS207. transformers#34984, fixed by #35157: DeepSpeed 0.16 refuses `no_sync` under ZeRO-2 and 3."""
     deepspeed, transformers = run.version("deepspeed"), run.version("transformers")
     steps = _size(config, run, "gradient_accumulation_steps", "gradient_accumulation_steps") or 1
     if not run.has_trainer or config.stage < 2 or steps < 2 or not deepspeed or not transformers:
@@ -229,7 +229,7 @@ def accumulation_can_skip_syncing(config: Config, run: Context) -> Iterator[Find
             "gradient_accumulation_steps",
             f"gradient_accumulation_steps is {steps} under ZeRO-{config.stage}, which transformers "
             f"{'.'.join(map(str, transformers))} and DeepSpeed {'.'.join(map(str, deepspeed))} cannot do together "
-            "(transformers issue 34984). Take transformers 4.48 or later.",
+            "(transformers issue 34984). Use transformers 4.48 or later.",
         )
 
 
@@ -242,7 +242,7 @@ def _size(config: Config, run: Context, place: str, name: str) -> int | None:
 
 
 def _of_trainer(run: Context, name: str) -> object:
-    """What the Trainer compares with; None for a count that it has yet to work out."""
+    """The value that the Trainer compares with; None for a count that it has not computed yet."""
     value = run.arguments.get(name)
     if name in ("bf16", "fp16") and value is not None:
         return bool(value or run.arguments.get(f"{name}_full_eval"))
@@ -254,15 +254,15 @@ def _of_trainer(run: Context, name: str) -> object:
 
 
 def _warmup_steps(asked: float, steps: object) -> int | str:
-    """The Trainer's, with which it compares the config: at least 1, and below 1 it asks for a share of all steps
-    (transformers 5.23, training_args.py, get_warmup_steps); how many these are may not be known yet."""
+    """The Trainer's warmup steps, which it compares with the config: at least 1; a value below 1 is a fraction of all
+    steps (transformers 5.23, training_args.py, get_warmup_steps), whose number may not be known yet."""
     if 0 < asked < 1:
         return max(1, math.ceil(steps * asked)) if isinstance(steps, int) else f"{asked:g} of its steps"
     return max(1, int(asked))
 
 
 def _is_filled_by_recipe(place: str, config: Config) -> bool:
-    """Sections that a recipe leaves to the Trainer go whole, and a path is found for what is offloaded to a disk."""
+    """A recipe drops the sections that it leaves to the Trainer, and fills the paths of disk offload."""
     left = [name for name in ("optimizer", "scheduler") if is_left_to_the_trainer(config.section(name))]
     return place.split(".")[0] in left or place.endswith(".nvme_path")
 

@@ -1,4 +1,4 @@
-"""DS9xx: what was forgotten in the file, and does nothing, or costs time, or should not be there."""
+"""DS9xx: leftovers in the file that do nothing, cost time, or should not be there."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from finetune.dsconfig.context import Context
 from finetune.dsconfig.finding import Drop, Finding, Put, at, error, named, warning
 from finetune.privacy import is_secret
 
-# What costs time in every step, and why.
+# Settings that cost time in every step, and why.
 PROFILERS = {
     "wall_clock_breakdown": "times every part of every step, and waits for the GPU each time",
     "memory_breakdown": "reads the memory counters in every step",
     "dump_state": "prints the whole state of the engine",
-    "flops_profiler.enabled": "profiles a step, and switches wall_clock_breakdown on for all of them",
+    "flops_profiler.enabled": "profiles a step, and turns on wall_clock_breakdown for all of them",
     "comms_logger.enabled": "times every collective, and waits for each",
     "activation_checkpointing.profile": "times every recomputation",
 }
@@ -33,8 +33,8 @@ def checkpointing_is_the_trainers(config: Config, run: Context) -> Iterator[Find
         yield warning(
             "DS901",
             "activation_checkpointing",
-            "activation_checkpointing does nothing under the Trainer: Hugging Face models recompute by torch's "
-            "function. Use --activation_checkpointing, and delete the section.",
+            "activation_checkpointing does nothing under the Trainer: Hugging Face models use torch's activation "
+            "checkpointing. Use --activation_checkpointing, and delete the section.",
             Drop(at("activation_checkpointing")),
         )
 
@@ -44,7 +44,7 @@ def profilers_are_off(config: Config, run: Context) -> Iterator[Finding]:
     for place, cost in PROFILERS.items():
         if config.is_on(place):
             yield warning(
-                "DS902", place, f"{place} is on: it {cost}. Set it to false once you have seen.", Put(at(place), False)
+                "DS902", place, f"{place} is on: it {cost}. Set it to false when you are done.", Put(at(place), False)
             )
 
 
@@ -56,42 +56,42 @@ def monitors_are_the_trainers(config: Config, run: Context) -> Iterator[Finding]
             yield warning(
                 "DS903",
                 name,
-                f"{name}.enabled is true and --report_to has it as well: the run is logged twice. Delete the section.",
+                f"{name}.enabled is true and --report_to names it, too: the run is logged twice. Delete the section.",
                 Drop(at(name)),
             )
 
 
 def steps_can_be_divided(config: Config, run: Context) -> Iterator[Finding]:
     """DS906. Steps are counted modulo this number (deepspeed 0.19.8, runtime/engine.py, _take_model_step); accelerate
-    1.15 puts infinity there (utils/dataclasses.py, DeepSpeedPlugin), and a pipeline takes the file's."""
+    1.15 sets it to infinity (utils/dataclasses.py, DeepSpeedPlugin), and a pipeline uses the file's value."""
     place = "steps_per_print"
     found, is_read = config.get(place), run.engine == "deepspeed" or run.pipeline_parallel_size is not None
     if found == 0 or (isinstance(found, str) and found != "auto"):
         shown = f'"{found}"' if isinstance(found, str) else "0"
-        does = "by which a step cannot be divided: the first one fails" if is_read else "which accelerate writes over"
-        said = f"{place} is {shown}, {does}. Write null to print none."
+        does = "by which a step cannot be divided: the first one fails" if is_read else "which accelerate overwrites"
+        said = f"{place} is {shown}, {does}. Write null to print nothing."
         yield (error if is_read else warning)("DS906", place, said, Put(at(place), None))
 
 
 def sections_are_on_or_off(config: Config, run: Context) -> Iterator[Finding]:
-    """DS907. Each of them has a switch that is off by default (deepspeed 0.19.8, monitor/config.py, comm/config.py,
+    """DS907. Each of these has a switch that is off by default (deepspeed 0.19.8, monitor/config.py, comm/config.py,
     profiling/config.py, runtime/constants.py)."""
     for name in SWITCHED:
         if config.section(name) and not config.has(f"{name}.enabled"):
-            said = f"{name} has no enabled, which is false by default: it does nothing. Add it, or delete all."
+            said = f"{name} has no enabled, which is false by default: it does nothing. Add it, or delete the section."
             yield warning("DS907", name, said)
 
 
 def nothing_is_secret(config: Config, run: Context) -> Iterator[Finding]:
-    """DS904. DeepSpeed prints its config at start, and it is saved in the run folder. The value is never shown."""
+    """DS904. DeepSpeed prints its config at startup, and it is saved in the run folder. The value is never shown."""
     for path, value in config.texts():
         if is_secret(str(path[-1]) if path else "", value):
             yield Finding(
                 "DS904",
                 "error",
                 path,
-                f"{named(path)} looks like a secret, and DeepSpeed prints its config at start. Take it out of the "
-                "file and give it in the environment (HF_TOKEN, WANDB_API_KEY); change it if the file was ever "
+                f"{named(path)} looks like a secret, and DeepSpeed prints its config at startup. Remove it from "
+                "the file and set it in the environment (HF_TOKEN, WANDB_API_KEY); change it if the file was ever "
                 "shared.",
             )
 

@@ -1,4 +1,4 @@
-"""DS6xx: states and weights that wait in CPU memory or on a disk."""
+"""DS6xx: optimizer states and weights offloaded to CPU memory or a disk."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from finetune.dsconfig.finding import Finding, Put, at, error, warning
 from finetune.dsconfig.toolchain import compiler, has_libaio
 
 BOTH = ("offload_optimizer", "offload_param")
-SECTOR_BYTES = 4096  # what O_DIRECT reads and writes are aligned to on most disks (open(2))
+SECTOR_BYTES = 4096  # alignment of O_DIRECT reads and writes on most disks (open(2))
 
 
 def _here(run: Context) -> Callable[..., Finding]:
-    """What this machine lacks ends a run that starts on it, and is a word of warning about one that may not."""
+    """What this machine lacks is an error for a run that starts here, and a warning for one that may run elsewhere."""
     return error if run.is_here else warning
 
 
 def offload_fits_the_stage(config: Config, run: Context) -> Iterator[Finding]:
-    """DS601 and DS602. deepspeed 0.19.8 offloads optimizer states at stage 1 to 3. At 0 it takes its CPU optimizer all
-    the same, whose first step refuses weights on a GPU (ops/adam/cpu_adam.py)."""
+    """DS601 and DS602. deepspeed 0.19.8 offloads optimizer states at stages 1 to 3. At stage 0 it still uses its CPU
+    optimizer, whose first step refuses weights on a GPU (ops/adam/cpu_adam.py)."""
     if config.offload("offload_param") != "none" and config.stage != 3:
         yield error(
             "DS601",
@@ -39,7 +39,7 @@ def offload_fits_the_stage(config: Config, run: Context) -> Iterator[Finding]:
 
 
 def offload_has_a_device(config: Config, run: Context) -> Iterator[Finding]:
-    """DS609. deepspeed 0.19.8, runtime/zero/offload_config.py: it is "none" by default, and a rest is never read."""
+    """DS609. deepspeed 0.19.8, runtime/zero/offload_config.py: "none" by default, and then the rest is never read."""
     for what in BOTH:
         place = f"zero_optimization.{what}"
         if isinstance(config.get(place), dict) and not config.has(f"{place}.device"):
@@ -65,7 +65,7 @@ def nvme_has_a_path(config: Config, run: Context) -> Iterator[Finding]:
 
 
 def nvme_path_is_a_disk(config: Config, run: Context) -> Iterator[Finding]:
-    """DS604, a path that cannot be written, and DS605, one that is memory."""
+    """DS604: a path that cannot be written; DS605: one in memory."""
     for what in BOTH:
         place = f"zero_optimization.{what}.nvme_path"
         asked = config.get(place)
@@ -75,14 +75,14 @@ def nvme_path_is_a_disk(config: Config, run: Context) -> Iterator[Finding]:
             continue
         there = _nearest(asked)
         if there is None or not there.is_dir() or not os.access(there, os.W_OK):
-            said = f"{place} is {asked}, where nothing can be written here. Give a writable folder."
+            said = f"{place} is {asked}, which is not writable here. Give a writable folder."
             yield _here(run)("DS604", place, said)
         elif _file_system(there) in ("tmpfs", "ramfs"):
             yield warning(
                 "DS605",
                 place,
-                f"{place} is {asked}, which is memory ({_file_system(there)}), not a disk: what is offloaded there "
-                'still takes RAM. Give a folder on a disk, or use "device": "cpu".',
+                f"{place} is {asked}, which is memory ({_file_system(there)}), not a disk: offloaded data would "
+                'still take RAM. Give a folder on a disk, or use "device": "cpu".',
             )
 
 
@@ -94,7 +94,7 @@ def blocks_are_sectors(config: Config, run: Context) -> Iterator[Finding]:
         yield warning(
             "DS606",
             "aio.block_size",
-            f"aio.block_size is {block:,}, but direct reads and writes take multiples of {SECTOR_BYTES:,} bytes. Set "
+            f"aio.block_size is {block:,}, but direct reads and writes need multiples of {SECTOR_BYTES:,} bytes. Set "
             f"it to {near:,}.",
             Put(at("aio.block_size"), near),
         )
@@ -107,7 +107,7 @@ def offload_can_be_built(config: Config, run: Context) -> Iterator[Finding]:
         yield _here(run)(
             "DS607",
             "zero_optimization",
-            "offload compiles DeepSpeed's CPU optimizer, and there is no C++ compiler. Install g++.",
+            "offload compiles DeepSpeed's CPU optimizer, but there is no C++ compiler. Install g++.",
         )
     if run.has_cuda is False and config.is_on("aio.use_gds"):  # refused as soon as the config is read
         yield error("DS607", "aio.use_gds", "aio.use_gds needs an NVIDIA GPU, and the run has none. Delete it.")
@@ -115,7 +115,7 @@ def offload_can_be_built(config: Config, run: Context) -> Iterator[Finding]:
         yield _here(run)(
             "DS607",
             "zero_optimization",
-            "NVMe offload needs libaio, which is not here. Install it: apt-get install libaio-dev.",
+            "NVMe offload needs libaio, which is not installed. Install it: apt-get install libaio-dev.",
         )
 
 
@@ -138,7 +138,7 @@ def buffer_holds_the_largest_weight(config: Config, run: Context) -> Iterator[Fi
 
 
 def _nearest(asked: str) -> Path | None:
-    """The folder that is there, or the nearest one above it that is; None for a name that can be no path here."""
+    """The folder, or its nearest existing ancestor; None for a name that cannot be a path here."""
     try:
         path = Path(asked).expanduser()
         while not path.exists() and path != path.parent:
@@ -149,7 +149,7 @@ def _nearest(asked: str) -> Path | None:
 
 
 def _file_system(path: Path) -> str:
-    """The kind of file system, by the longest mount point above `path`; "" where the system does not say."""
+    """The type of file system, from the longest mount point above `path`; "" if unknown."""
     try:
         mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     except OSError:

@@ -12,7 +12,7 @@ from finetune.dsconfig.shape import schema
 
 # deepspeed 0.19.8, runtime/config.py, DEEPSPEED_OPTIMIZERS; any other name must be a class of torch.optim.
 OWN = ("adagrad", "adam", "adamw", "lamb", "lion", "muadam", "muadamw", "musgd", "muon")
-# runtime/zero/utils.py, ZERO_SUPPORTED_OPTIMIZERS, by the names that a config gives them.
+# runtime/zero/utils.py, ZERO_SUPPORTED_OPTIMIZERS, under the names that configs use.
 TESTED_WITH_ZERO = ("adam", "adamw", "adagrad", "lion", "muon", "Adam", "AdamW", "Adagrad")
 # With an update on the CPU (runtime/engine.py, _configure_basic_optimizer).
 ON_CPU = ("adam", "adamw", "adagrad", "lion")
@@ -21,7 +21,7 @@ REMOVED_IN = (0, 19, 7)
 
 
 def is_left_to_the_trainer(section: dict[str, Any]) -> bool:
-    """True for an optimizer or scheduler section that fixes no number: every value is "auto" or a mere switch."""
+    """True for an optimizer or scheduler section that sets no number: every value is "auto" or only a switch."""
     known = section.get("type") in ("AdamW", "WarmupLR", "WarmupDecayLR")
     switches = ("torch_adam", "warmup_type", "adam_w_mode")
     params = section.get("params", {})
@@ -29,21 +29,21 @@ def is_left_to_the_trainer(section: dict[str, Any]) -> bool:
 
 
 def of_torch() -> dict[str, Any]:
-    """The classes of torch.optim, with what each takes."""
+    """The classes of torch.optim, with their parameters."""
     return dict(schema()["properties"]["optimizer"]["x-params"])
 
 
 def is_left(config: Config, run: Context, name: str) -> bool:
-    """True where a recipe of ours takes the section out; anybody else's Trainer keeps it."""
+    """True if one of our recipes drops the section; any other Trainer keeps it."""
     return run.engine == "recipe" and is_left_to_the_trainer(config.section(name))
 
 
 def optimizer_is_there(config: Config, run: Context) -> Iterator[Finding]:
-    """DS301, an optimizer that this DeepSpeed does not have; DS302, one that it had."""
+    """DS301: an optimizer that this DeepSpeed does not have; DS302: one that it has removed."""
     name = _name(config)
     if name is None and config.section("optimizer").get("params") and not config.has("optimizer.type"):
         yield error(
-            "DS301", "optimizer", "optimizer has params and no type: DeepSpeed ignores them. Add a type, or delete it."
+            "DS301", "optimizer", "optimizer has params but no type: DeepSpeed ignores them. Add a type, or delete it."
         )
     if name is None or name.lower() in OWN:
         return
@@ -71,12 +71,12 @@ def optimizer_is_there(config: Config, run: Context) -> Iterator[Finding]:
             "optimizer.type",
             f"optimizer.type is {name}, which is neither an optimizer of DeepSpeed nor a class of torch.optim. Use "
             f"{mend}"
-            + (": DeepSpeed takes the fast form by itself." if mend == "AdamW" and name.lower() in near else "."),
+            + (": DeepSpeed picks the fast version by itself." if mend == "AdamW" and name.lower() in near else "."),
         )
 
 
 def optimizer_is_tested_with_zero(config: Config, run: Context) -> Iterator[Finding]:
-    """DS303. DeepSpeed refuses others under ZeRO, unless it is told that you know (runtime/engine.py)."""
+    """DS303. DeepSpeed refuses other optimizers under ZeRO, unless the config allows them (runtime/engine.py)."""
     name = _name(config)
     allowed = config.is_on("zero_allow_untested_optimizer")
     if name is None or not config.stage or allowed or name in TESTED_WITH_ZERO or name.lower() in TESTED_WITH_ZERO:
@@ -92,7 +92,7 @@ def optimizer_is_tested_with_zero(config: Config, run: Context) -> Iterator[Find
 
 
 def offload_has_its_optimizer(config: Config, run: Context) -> Iterator[Finding]:
-    """DS304. Offloaded states are updated on the CPU, by an optimizer that is made for it."""
+    """DS304. Offloaded states are updated on the CPU, by an optimizer made for it."""
     if config.offload("offload_optimizer") not in ("cpu", "nvme") or not config.stage:
         return
     name, forced = _name(config), config.get("zero_force_ds_cpu_optimizer") is not False
@@ -108,15 +108,15 @@ def offload_has_its_optimizer(config: Config, run: Context) -> Iterator[Finding]
         yield warning(
             "DS304",
             "optimizer.type",
-            f"optimizer.type is {name}, for which DeepSpeed has no CPU update, and the optimizer is offloaded. Use "
+            f"optimizer.type is {name}, for which DeepSpeed has no CPU update, but the optimizer is offloaded. Use "
             "AdamW.",
         )
     if name is None and run.engine == "deepspeed" and forced:
         yield warning(
             "DS304",
             "zero_optimization.offload_optimizer",
-            "the optimizer is offloaded and the file has no optimizer section: DeepSpeed refuses an optimizer of "
-            "the script's own, unless it is DeepSpeedCPUAdam or DeepSpeedCPULion. Add a section, or build one of "
+            "the optimizer is offloaded and the file has no optimizer section: DeepSpeed refuses an optimizer that "
+            "the script builds, unless it is DeepSpeedCPUAdam or DeepSpeedCPULion. Add a section, or build one of "
             "these.",
         )
     asked = str(run.arguments.get("optim") or "adamw")
@@ -125,13 +125,13 @@ def offload_has_its_optimizer(config: Config, run: Context) -> Iterator[Finding]
         yield error(
             "DS304",
             "zero_optimization.offload_optimizer",
-            f"the run asks for --optim {asked}, but the optimizer is offloaded, and DeepSpeed then takes its own CPU "
-            "Adam alone. Drop --optim, or choose a config without offload.",
+            f"the run asks for --optim {asked}, but the optimizer is offloaded, and DeepSpeed then uses only its own "
+            "CPU Adam. Drop --optim, or choose a config without offload.",
         )
 
 
 def section_matches_the_flag(config: Config, run: Context) -> Iterator[Finding]:
-    """DS305. An optimizer section wins over --optim without a word."""
+    """DS305. An optimizer section silently overrides --optim."""
     asked = run.arguments.get("optim")
     name = _name(config)
     if name is None or asked is None or is_left(config, run, "optimizer"):
@@ -143,7 +143,7 @@ def section_matches_the_flag(config: Config, run: Context) -> Iterator[Finding]:
             "DS305",
             "optimizer.type",
             f"optimizer.type is {name}, but the run asks for --optim {asked}, which would be ignored. Delete the "
-            "section, and the Trainer builds what the flag says.",
+            "section, and the Trainer uses the flag.",
             Drop(at("optimizer")),
         )
 
@@ -158,7 +158,7 @@ def clipping_is_not_in_the_optimizer(config: Config, run: Context) -> Iterator[F
         yield error(
             "DS306",
             place,
-            f'{place} is not taken by DeepSpeed. Use the key "gradient_clipping" at the top level'
+            f'{place} is not accepted by DeepSpeed. Use the key "gradient_clipping" at the top level'
             + ("." if says_one else f", which is {there}."),
             *moves,
         )

@@ -1,4 +1,4 @@
-"""DS311 and 312: the parameters of the optimizer, by the class that is built of them."""
+"""DS311 and 312: the parameters of the optimizer, checked against the class that gets them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from finetune.dsconfig.finding import Finding, error
 from finetune.dsconfig.rules.optimizer import is_left, of_torch
 from finetune.dsconfig.shape import schema
 
-# deepspeed 0.19.8, runtime/engine.py, _configure_basic_optimizer: without and with an offloaded optimizer.
+# deepspeed 0.19.8, runtime/engine.py, _configure_basic_optimizer: the class without and with offload.
 CLASSES = {
     "adam": ("FusedAdam", "DeepSpeedCPUAdam"),
     "adamw": ("FusedAdam", "DeepSpeedCPUAdam"),
@@ -22,13 +22,17 @@ CLASSES = {
     "muon": ("Muon", "Muon"),
 }
 ADAMS = ("adam", "adamw", "muon")
-TAKEN_OUT = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")  # of these three's, before the class is called
-SET = "adamw_mode"  # by DeepSpeed, from adam_w_mode
+TAKEN_OUT = (
+    "torch_adam",
+    "adam_w_mode",
+    "fp32_optimizer_states",
+)  # DeepSpeed removes these for ADAMS before it calls the class
+SET = "adamw_mode"  # DeepSpeed sets it from adam_w_mode
 
 
 def optimizer_takes_its_parameters(config: Config, run: Context) -> Iterator[Finding]:
-    """DS311. DeepSpeed hands them on to the class that it takes, whose constructor ends the run over another; Muon's
-    are looked for by name, and others ignored. DS312: a list where it takes a number, or of another length."""
+    """DS311. DeepSpeed passes them on to the class, whose constructor raises for an unknown one; for Muon they are
+    looked up by name, and others ignored. DS312: a list where a number is expected, or of another length."""
     kind = config.get("optimizer.type")
     built = _class_of(config, kind) if isinstance(kind, str) else None
     if built is None or is_left(config, run, "optimizer"):
@@ -42,17 +46,17 @@ def optimizer_takes_its_parameters(config: Config, run: Context) -> Iterator[Fin
                 continue  # DS306
             near = difflib.get_close_matches(name, defaults, 1)
             mend = f"Did you mean {near[0]}?" if near else "Delete it."
-            said = f"{place} is no parameter of {called}, which takes {', '.join(defaults)}. {mend}"
+            said = f"{place} is not a parameter of {called}, which takes {', '.join(defaults)}. {mend}"
             yield error("DS311", place, said)
         elif name == "amsgrad" and own and given is True:
             yield error("DS311", place, f"{place} is true, which {called} does not do. Delete it.")
-        # An "auto" of eps becomes one number, --adam_epsilon.
+        # An "auto" for eps becomes a number, --adam_epsilon.
         elif (wanted := _other_form(1e-8 if name == "eps" and given == "auto" else given, defaults[name])) is not None:
             yield error("DS312", place, f"{place} is {given}, but {called} takes {wanted} there.")
 
 
 def _class_of(config: Config, kind: str) -> str | None:
-    """None for a class that is not known here: one of the package mup, or none at all."""
+    """The name of the class; None if it is unknown here, as for the package mup."""
     name = kind.lower()
     if name in ("adam", "adamw") and config.is_on("optimizer.params.torch_adam"):
         return "Adam" if name == "adam" and config.is_off("optimizer.params.adam_w_mode") else "AdamW"
@@ -69,7 +73,7 @@ def _defaults(config: Config, kind: str, built: str) -> dict[str, Any]:
 
 
 def _other_form(given: Any, default: Any) -> str | None:
-    """What is wanted, by the default, where a list is given for a number or the other way round."""
+    """What the default shows to be expected, if a list is given for a number or the other way round."""
     if given == "auto" or default is None:
         return None
     if isinstance(default, list):

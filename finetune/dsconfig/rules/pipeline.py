@@ -1,4 +1,4 @@
-"""DS8xx: a run whose engine is DeepSpeed's pipeline. None of these looks at a run without one."""
+"""DS8xx: runs with DeepSpeed's pipeline engine. These rules ignore all other runs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from finetune.dsconfig.rules.optimizer import is_left_to_the_trainer
 
 MONITORS = ("tensorboard", "wandb", "comet", "csv_monitor")
 DTYPE = "data_types.grad_accum_dtype"
-# What finetune.dsconfig.load fills for a pipeline run.
+# The "auto" values that finetune.dsconfig.load fills for a pipeline run.
 FILLED = (*OWN_AUTO, *SIZES, "gradient_clipping", "fp16.enabled", "bf16.enabled", DTYPE)
 
 
 def stage_fits_the_pipeline(config: Config, run: Context) -> Iterator[Finding]:
-    """DS801. deepspeed 0.19.8, runtime/pipe/engine.py, asserts it once the model is built."""
+    """DS801. deepspeed 0.19.8, runtime/pipe/engine.py, asserts it after building the model."""
     if run.pipeline_parallel_size is None:
         return
     if config.stage in (2, 3):
@@ -25,15 +25,15 @@ def stage_fits_the_pipeline(config: Config, run: Context) -> Iterator[Finding]:
             "DS801",
             "zero_optimization.stage",
             f"zero_optimization.stage is {config.stage}, but pipeline parallelism takes at most 1. Use --deepspeed "
-            "pipeline (the default), set it to 1 in a file of your own, or train without stages: drop "
-            "--pipeline_parallel_size, or use recipes/causal_lm.py in place of causal_lm_pipeline.py.",
+            "pipeline (the default), set it to 1 in your own file, or train without stages: drop "
+            "--pipeline_parallel_size, or use recipes/causal_lm.py instead of causal_lm_pipeline.py.",
             Put(at("zero_optimization.stage"), 1),
         )
     if config.stage == 0:
         yield error(
             "DS801",
             "zero_optimization.stage",
-            "zero_optimization.stage is 0: in fp32 DeepSpeed throws the gradient norm away there, and every "
+            "zero_optimization.stage is 0: in fp32 DeepSpeed discards the gradient norm there, and every "
             "pipeline keeps all optimizer states. Set it to 1, as the shipped `pipeline` does.",
         )
 
@@ -46,8 +46,8 @@ def states_stay_on_the_device(config: Config, run: Context) -> Iterator[Finding]
             yield error(
                 "DS802",
                 f"zero_optimization.{what}",
-                f"zero_optimization.{what}.device is {device}, but a pipeline run keeps its states on the device: "
-                "more stages make room. Drop it and raise --pipeline_parallel_size, or train without stages.",
+                f"zero_optimization.{what}.device is {device}, but a pipeline run keeps its states on the device. "
+                "Drop it and raise --pipeline_parallel_size to save memory, or train without stages.",
                 Drop(at(f"zero_optimization.{what}")),
             )
 
@@ -60,21 +60,20 @@ def flags_make_the_optimizer(config: Config, run: Context) -> Iterator[Finding]:
             yield error(
                 "DS803",
                 name,
-                f"{name} fixes values, but a pipeline run makes it from the Trainer's flags (--optim, --learning_rate, "
+                f"{name} sets values, but a pipeline run builds it from the Trainer's flags (--optim, --learning_rate, "
                 '--lr_scheduler_type, ...). Delete the section, or write "auto" for its values.',
                 Drop(at(name)),
             )
 
 
 def tied_gradients_add_up(config: Config, run: Context) -> Iterator[Finding]:
-    """DS804. deepspeed 0.19.8, runtime/pipe/engine.py, _exec_reduce_tied_grads: the gradients are elsewhere then."""
+    """DS804. deepspeed 0.19.8, runtime/pipe/engine.py, _exec_reduce_tied_grads, reads the gradients from elsewhere."""
     fp16 = config.is_on("fp16.enabled") or (config.is_auto("fp16.enabled") and run.arguments.get("fp16"))
     if run.pipeline_parallel_size is not None and fp16 and config.get(DTYPE) == "fp32":
         yield error(
             "DS804",
             DTYPE,
-            f'{DTYPE} is "fp32" with fp16, under which DeepSpeed\'s pipeline does not add tied gradients up. Write '
-            f'"auto".',
+            f'{DTYPE} is "fp32" with fp16, for which DeepSpeed\'s pipeline does not sum tied gradients. Write "auto".',
             Put(at(DTYPE), "auto"),
         )
 
@@ -87,14 +86,14 @@ def weights_keep_their_place(config: Config, run: Context) -> Iterator[Finding]:
             yield error(
                 "DS805",
                 place,
-                f"{place} moves the weights in the optimizer to places that a pipeline's checkpoints do not know. "
+                f"{place} reorders the weights in the optimizer, which a pipeline's checkpoints do not support. "
                 "Delete it.",
                 Drop(at(place)),
             )
 
 
 def monitors_are_off(config: Config, run: Context) -> Iterator[Finding]:
-    """DS806. deepspeed 0.19.8, runtime/pipe/engine.py: the monitor asks for a loss that `eval_batch` did not reduce."""
+    """DS806. deepspeed 0.19.8, runtime/pipe/engine.py: the monitor reads a loss that `eval_batch` did not reduce."""
     for name in MONITORS:
         if run.pipeline_parallel_size is not None and config.is_on(f"{name}.enabled"):
             yield error(
@@ -106,7 +105,7 @@ def monitors_are_off(config: Config, run: Context) -> Iterator[Finding]:
 
 
 def every_auto_is_filled(config: Config, run: Context) -> Iterator[Finding]:
-    """DS807. Nobody but us fills an "auto" there; what stays ends the run in DeepSpeed, or is taken for a text."""
+    """DS807. Only we fill an "auto" there; a remaining one ends the run in DeepSpeed, or is read as a string."""
     if run.pipeline_parallel_size is None:
         return
     for place in config.autos():
@@ -115,21 +114,21 @@ def every_auto_is_filled(config: Config, run: Context) -> Iterator[Finding]:
             yield error(
                 "DS807",
                 place,
-                f'{place} is "auto", which nobody fills in a pipeline run. Write a value, or delete it.',
+                f'{place} is "auto", which nothing fills in a pipeline run. Write a value, or delete it.',
                 *drop,
             )
 
 
 def checkpoints_are_the_flags(config: Config, run: Context) -> Iterator[Finding]:
     """DS808. Only deepspeed.checkpointing.configure reads the section, and no engine calls it (deepspeed 0.19.8,
-    runtime/activation_checkpointing/checkpointing.py, runtime/pipe/engine.py). To call it here would bring nothing:
+    runtime/activation_checkpointing/checkpointing.py, runtime/pipe/engine.py). Calling it here would not help:
 
-    - partition_activations cuts among tensor-parallel ranks (get_partition_size: mp_size is 1), and configure fails on
-      a pipeline's own grid, which has no get_tensor_model_parallel_group.
-    - cpu_checkpointing alone ends in an IndexError on a CPU: copy_to_device gives back the tensor itself, which
-      get_cpu_activations_for_backward then empties. Beside partition_activations losses are right, and on a CPU
-      nothing moves; on a GPU it was not tried.
-    - contiguous_memory_optimization makes a list of tensors, one a checkpoint (partition_activations).
+    - partition_activations splits among tensor-parallel ranks (get_partition_size: mp_size is 1), and configure fails
+      on a pipeline's own grid, which has no get_tensor_model_parallel_group.
+    - cpu_checkpointing alone ends in an IndexError on a CPU: copy_to_device returns the tensor itself, which
+      get_cpu_activations_for_backward then empties. With partition_activations, losses are right, and on a CPU nothing
+      moves; on a GPU it is untested.
+    - contiguous_memory_optimization makes a list of tensors, one per checkpoint (partition_activations).
     """
     section = config.section("activation_checkpointing")
     asked = [name for name, value in section.items() if value not in (False, None)]
@@ -138,7 +137,7 @@ def checkpoints_are_the_flags(config: Config, run: Context) -> Iterator[Finding]
             "DS808",
             "activation_checkpointing",
             f"activation_checkpointing ({', '.join(asked)}) does nothing in a pipeline: DeepSpeed's engine never reads "
-            "it. Delete it; --activation_checkpoint_interval 1 computes activations again, and more stages make room.",
+            "it. Delete it; to save memory, use --activation_checkpoint_interval 1, or more stages.",
             Drop(at("activation_checkpointing")),
         )
 

@@ -1,4 +1,4 @@
-"""DS4xx: fp16, bf16 and what goes with them."""
+"""DS4xx: fp16, bf16 and related settings."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def one_precision_is_on(config: Config, run: Context) -> Iterator[Finding]:
         yield error(
             "DS401",
             "fp16.enabled",
-            "fp16.enabled and bf16.enabled are both true, and DeepSpeed takes one. Keep bf16 on new GPUs.",
+            "fp16.enabled and bf16.enabled are both true, but DeepSpeed accepts only one. Keep bf16 on new GPUs.",
         )
 
 
 def bf16_has_its_own_name(config: Config, run: Context) -> Iterator[Finding]:
-    """DS105. accelerate 1.15, utils/dataclasses.py, set_mixed_precision: it looks for `bf16` alone and adds one, which
-    is off where no flag asks for it; DeepSpeed then takes that."""
+    """DS105. accelerate 1.15, utils/dataclasses.py, set_mixed_precision: it looks only for `bf16` and otherwise adds
+    it, turned off unless a flag asks for it; DeepSpeed then uses that."""
     is_left = config.is_on("bfloat16.enabled") and not config.has("bf16") and not run.arguments.get("bf16")
     if is_left and run.engine != "deepspeed":
         is_off = run.arguments.get("bf16") is False
         yield (error if is_off else warning)(
             "DS105",
             "bfloat16.enabled",
-            "bfloat16.enabled is true, but accelerate, and so the Trainer, reads bf16 alone, and adds one that is off"
+            "bfloat16.enabled is true, but accelerate, and so the Trainer, reads only bf16, and adds one that is off"
             f"{'' if is_off else ' unless --bf16 or its mixed_precision asks for it'}: "
             "the run then trains in fp32. Rename bfloat16 to bf16.",
         )
@@ -45,7 +45,7 @@ def fp16_has_a_gpu(config: Config, run: Context) -> Iterator[Finding]:
         yield error(
             "DS402",
             "fp16.enabled",
-            "fp16 is on, but there is no GPU and fp16 does not train on a CPU. Use --bf16 True, or neither.",
+            "fp16 is on, but there is no GPU, and fp16 does not train on a CPU. Use --bf16 True, or neither.",
         )
 
 
@@ -61,13 +61,13 @@ def bf16_has_its_gpu(config: Config, run: Context) -> Iterator[Finding]:
         yield error(
             "DS403",
             "bf16.enabled",
-            f"bf16.enabled is on, but this GPU has compute capability {capability}, and bf16 begins at 8.0 (Ampere). "
+            f"bf16.enabled is on, but this GPU has compute capability {capability}, but bf16 needs 8.0 (Ampere). "
             "Use fp16.",
         )
 
 
 def loss_scale_does_something(config: Config, run: Context) -> Iterator[Finding]:
-    """DS404. Fields of dynamic loss scaling under a fixed scale, or with fp16 off, are not read."""
+    """DS404. Fields of dynamic loss scaling are not read with a fixed scale, or with fp16 off."""
     fields = [name for name in DYNAMIC if config.has(f"fp16.{name}")]
     scale = config.number("fp16.loss_scale")
     if not config.has("fp16.enabled"):
@@ -90,8 +90,8 @@ def loss_scale_does_something(config: Config, run: Context) -> Iterator[Finding]
 
 
 def loss_scale_can_move(config: Config, run: Context) -> Iterator[Finding]:
-    """DS407. deepspeed 0.19.8, runtime/precision_config.py, refuses the first two where the scale is dynamic; with a
-    hysteresis below 1 it never falls (runtime/fp16/loss_scaler.py, update_scale: it waits for 1, counting down)."""
+    """DS407. deepspeed 0.19.8, runtime/precision_config.py, refuses the first two if the scale is dynamic; with a
+    hysteresis below 1 it never falls (runtime/fp16/loss_scaler.py, update_scale, counts down and waits for 1)."""
     asked = run.arguments.get("fp16") if config.is_auto("fp16.enabled") else config.is_on("fp16.enabled")
     may_be = asked is None and run.engine != "deepspeed"  # an "auto" whose flag is not known
     if config.number("fp16.loss_scale") or not (asked or may_be):
@@ -99,14 +99,14 @@ def loss_scale_can_move(config: Config, run: Context) -> Iterator[Finding]:
     for name in ("loss_scale_window", "min_loss_scale", "hysteresis"):
         place, found = f"fp16.{name}", config.number(f"fp16.{name}")
         if found is not None and found < 1:
-            does = "the scale would never fall again" if name == "hysteresis" else "DeepSpeed refuses"
-            said = f"{place} is {found:g}, with which {does}. Write at least 1, or delete it: the default is"
+            does = "so the scale would never fall again" if name == "hysteresis" else "which DeepSpeed refuses"
+            said = f"{place} is {found:g}, {does}. Write at least 1, or delete it: the default is"
             yield (error if asked else warning)("DS407", place, f"{said} {_default(place)}.")
 
 
 def precision_is_on_or_off(config: Config, run: Context) -> Iterator[Finding]:
-    """DS408. `enabled` is false by default, and nobody adds one to a section that is there (accelerate 1.15,
-    utils/dataclasses.py, set_mixed_precision), whatever the flag says."""
+    """DS408. `enabled` is false by default, and accelerate does not add it to an existing section, whatever the flag
+    says (accelerate 1.15, utils/dataclasses.py, set_mixed_precision)."""
     for name in ("fp16", "bf16"):
         if config.section(name) and not config.has(f"{name}.enabled"):
             auto = '"auto", to follow the flag' if run.engine != "deepspeed" else "true"
@@ -128,13 +128,13 @@ def masters_have_zero(config: Config, run: Context) -> Iterator[Finding]:
         yield error(
             "DS405",
             MASTERS[2],
-            f"{MASTERS[2]} needs bf16_master_weights_and_grads as well. Set it to true, or delete the key.",
+            f"{MASTERS[2]} also needs bf16_master_weights_and_grads. Set it to true, or delete the key.",
             Put(at(MASTERS[1]), True),
         )
 
 
 def autocast_is_alone(config: Config, run: Context) -> Iterator[Finding]:
-    """DS406. torch.autocast keeps fp32 weights, fp16 and bf16 sections replace them."""
+    """DS406. torch.autocast keeps fp32 weights; the fp16 and bf16 sections replace them."""
     halves = [name for name in ("fp16", "bf16") if config.is_on(f"{name}.enabled")]
     if config.is_on("torch_autocast.enabled") and halves:
         yield warning(

@@ -1,4 +1,4 @@
-"""DS7xx: ZeRO++, which has fewer and smaller messages between nodes."""
+"""DS7xx: ZeRO++, which sends fewer and smaller messages between nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QGZ = "zero_optimization.zero_quantized_gradients"
 
 
 def hpz_divides_the_node(config: Config, run: Context) -> Iterator[Finding]:
-    """DS701. The second copy of the weights is shared out among so many neighbours."""
+    """DS701. The secondary copy of the weights is sharded over this many neighboring ranks."""
     size = config.count(HPZ)
     if size is None or size <= 1 or run.world_size is None:
         return
@@ -32,7 +32,7 @@ def hpz_divides_the_node(config: Config, run: Context) -> Iterator[Finding]:
             "DS701",
             HPZ,
             f"{HPZ} is {size}, but a node has {run.ranks_per_node} ranks: weights would be gathered across nodes, "
-            f"which is what it is there to avoid. Set it to {run.ranks_per_node}, or a divisor.",
+            f"which it is meant to avoid. Set it to {run.ranks_per_node}, or a divisor.",
             *auto,
         )
 
@@ -62,7 +62,7 @@ def quantizer_can_run(config: Config, run: Context) -> Iterator[Finding]:
 
 
 def quantized_gradients_do_something(config: Config, run: Context) -> Iterator[Finding]:
-    """DS704. deepspeed 0.19.8, runtime/zero/stage3.py, takes the quantized path across nodes alone."""
+    """DS704. deepspeed 0.19.8, runtime/zero/stage3.py, uses the quantized path only across nodes."""
     one_node = run.world_size is not None and run.world_size == run.ranks_per_node
     if config.is_on(QGZ) and config.stage == 3 and one_node:
         yield warning("DS704", QGZ, f"{QGZ} does nothing on one node: DeepSpeed ignores it.")

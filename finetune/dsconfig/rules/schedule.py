@@ -1,4 +1,4 @@
-"""DS307 to 312: the schedule of the learning rate. The range of each number alone is the schema's."""
+"""DS307 to 312: the learning-rate schedule. The schema checks the range of each single number."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SCHEDULES = {"linear": "WarmupDecayLR", "constant_with_warmup": "WarmupLR", "cos
 
 
 def schedule_is_the_one_asked_for(config: Config, run: Context) -> Iterator[Finding]:
-    """DS307. A scheduler section wins over --lr_scheduler_type without a word; under a recipe, one that fixes no number
-    gives way to it."""
+    """DS307. A scheduler section silently overrides --lr_scheduler_type; in a recipe, one that sets no number yields to
+    the flag."""
     found = config.get("scheduler.type")
     asked = run.arguments.get("lr_scheduler_type")
     if not isinstance(found, str) or asked is None:
@@ -34,7 +34,7 @@ def schedule_is_the_one_asked_for(config: Config, run: Context) -> Iterator[Find
             yield warning(
                 "DS307",
                 "scheduler.type",
-                f"scheduler.type is WarmupLR with no number of its own, so the run's --lr_scheduler_type {asked} is "
+                f"scheduler.type is WarmupLR without any numbers, so the run's --lr_scheduler_type {asked} is "
                 "used, which does not stay at the full rate. Give --lr_scheduler_type constant_with_warmup for that.",
             )
     elif found != SCHEDULES.get(str(asked)):
@@ -48,26 +48,26 @@ def schedule_is_the_one_asked_for(config: Config, run: Context) -> Iterator[Find
 
 
 def schedule_has_its_optimizer(config: Config, run: Context) -> Iterator[Finding]:
-    """DS308. Which of the two may come from the file alone depends on who reads it."""
+    """DS308. Which of the two sections may be given alone depends on who reads the file."""
     has = {name: bool(config.section(name)) for name in ("optimizer", "scheduler")}
     if run.engine == "accelerate" and has["optimizer"] and not has["scheduler"]:
         yield warning(
             "DS308",
             "optimizer",
-            "optimizer is in the file and scheduler is not: accelerate then takes DummyOptim in the script, with a "
+            "the file has an optimizer but no scheduler: accelerate then needs DummyOptim in the script, with a "
             "DummyScheduler that has an lr_scheduler_callable, or none. Give both sections, or neither.",
         )
     if run.engine == "trainer" and has["scheduler"] and not has["optimizer"]:
         yield warning(
             "DS308",
             "scheduler",
-            "scheduler is in the file and optimizer is not: DeepSpeed's schedule then drives the Trainer's "
-            "optimizer. Its steps and rates are not those of --lr_scheduler_type. Give both sections, or neither.",
+            "the file has a scheduler but no optimizer: DeepSpeed's schedule then drives the Trainer's "
+            "optimizer. Its steps and rates differ from --lr_scheduler_type. Give both sections, or neither.",
         )
 
 
 def schedule_takes_its_parameters(config: Config, run: Context) -> Iterator[Finding]:
-    """DS311. DeepSpeed hands the parameters on as they are: an unknown one ends the run (runtime/engine.py)."""
+    """DS311. DeepSpeed passes the parameters on unchanged: an unknown one ends the run (runtime/engine.py)."""
     known = schema()["properties"]["scheduler"]["x-params"]
     kind = config.get("scheduler.type")
     if not isinstance(kind, str) or kind == "auto":
@@ -83,7 +83,7 @@ def schedule_takes_its_parameters(config: Config, run: Context) -> Iterator[Find
         return
     given = config.section("scheduler.params")
     missing = [name for name in schema()["properties"]["scheduler"]["x-required"][kind] if name not in given]
-    if missing and missing != ["total_num_steps"]:  # of which DS310 speaks
+    if missing and missing != ["total_num_steps"]:  # reported by DS310
         yield error(
             "DS311", "scheduler", f"scheduler.type is {kind}, which needs {', '.join(missing)} in its params. Add it."
         )
@@ -93,33 +93,33 @@ def schedule_takes_its_parameters(config: Config, run: Context) -> Iterator[Find
             yield error(
                 "DS311",
                 f"scheduler.params.{name}",
-                f"scheduler.params.{name} is no parameter of {kind}, which takes {', '.join(known[kind])}."
+                f"scheduler.params.{name} is not a parameter of {kind}, which takes {', '.join(known[kind])}."
                 f"{f' Did you mean {near[0]}?' if near else ''}",
             )
 
 
 def warmup_fits_the_run(config: Config, run: Context) -> Iterator[Finding]:
-    """DS309. deepspeed#771: a warm-up of 0 broke, was raised to 2, and is refused since 0.19.3."""
+    """DS309. deepspeed#771: a warmup of 0 crashed, later was raised to 2, and is refused since 0.19.3."""
     steps = config.number("scheduler.params.warmup_num_steps")
     total = config.count("scheduler.params.total_num_steps")
     place = "scheduler.params.warmup_num_steps"
     deepspeed = run.version("deepspeed")
-    does = "refuses" if deepspeed is None or deepspeed >= (0, 19, 3) else "takes for 2"
+    does = "refuses" if deepspeed is None or deepspeed >= (0, 19, 3) else "reads as 2"
     if steps is not None and steps <= 0:
         yield error(
             "DS309",
             place,
-            f"{place} is {steps:g}, which DeepSpeed {does}. Delete the scheduler section for a run without warm-up, or "
+            f"{place} is {steps:g}, which DeepSpeed {does}. Delete the scheduler section for a run without warmup, or "
             "write at least 1.",
         )
     known = total or (run.arguments.get("max_steps", 0) if run.has_trainer else 0)
     asked = run.arguments.get("warmup_steps") if config.is_auto(place) or steps is None else steps
     if isinstance(asked, int | float) and isinstance(known, int) and 0 < known < asked:
-        contradicts_itself = total and steps is not None  # otherwise a short trial run may mean it
+        contradicts_itself = total and steps is not None  # otherwise it may be intended, as in a short trial run
         yield (error if contradicts_itself else warning)(
             "DS309",
             place if steps is not None else "scheduler",
-            f"the warm-up takes {asked:g} steps, but the run ends after {known}: the full rate is never reached. "
+            f"the warmup takes {asked:g} steps, but the run ends after {known}: the full rate is never reached. "
             f"Lower {place if steps is not None else '--warmup_steps'}.",
         )
 
@@ -140,8 +140,8 @@ def steps_are_counted_whole(config: Config, run: Context) -> Iterator[Finding]:
 
 
 def lowest_is_below_highest(config: Config, run: Context) -> Iterator[Finding]:
-    """DS312. A schedule takes any two numbers (deepspeed 0.19.8, runtime/lr_schedules.py): the rate then falls where it
-    should rise."""
+    """DS312. A schedule accepts any two numbers (deepspeed 0.19.8, runtime/lr_schedules.py): swapped, the rate falls
+    where it should rise."""
     if is_left(config, run, "scheduler"):
         return
     for low, high in PAIRS:
@@ -163,32 +163,32 @@ def decay_has_its_steps(config: Config, run: Context) -> Iterator[Finding]:
     for name in ("decay_lr_rate", "decay_mom_rate"):
         place = f"scheduler.params.{name}"
         if config.number(place) and not config.get("scheduler.params.decay_step_size"):
-            said = f"{place} is {config.number(place):g}, but decay_step_size is 0, with which nothing decays. Add it."
+            said = f"{place} is {config.number(place):g}, but decay_step_size is 0, so nothing decays. Add it."
             yield warning("DS312", place, said)
 
 
 def schedule_knows_its_end(config: Config, run: Context) -> Iterator[Finding]:
-    """DS310. Two schedules cannot be built without the number of steps, which the Trainer alone knows."""
+    """DS310. Two schedules cannot be built without the number of steps, which only the Trainer knows."""
     kind = config.get("scheduler.type")
     if kind in ("WarmupDecayLR", "WarmupCosineLR") and not config.has("scheduler.params.total_num_steps"):
         yield error(
             "DS310",
             "scheduler",
             f"scheduler.type is {kind}, which needs total_num_steps in its params. Add it"
-            + (': "auto" is the number of steps of the run.' if run.engine != "deepspeed" else "."),
+            + (': "auto" is the run\'s number of steps.' if run.engine != "deepspeed" else "."),
             *([Put(at("scheduler.params.total_num_steps"), "auto")] if run.engine != "deepspeed" else []),
         )
 
 
 def _bound(config: Config, run: Context, name: str) -> tuple[list[float], str]:
-    """The numbers of each group of weights, and whose they are where the file does not say; none where nobody knows."""
+    """The numbers for each group of weights, and their source if not the file; an empty list if they are unknown."""
     kind, given = str(config.get("scheduler.type")), config.get(f"scheduler.params.{name}")
     default = schema()["properties"]["scheduler"]["x-params"].get(kind, {}).get(name)
     if given == "auto" and name == "warmup_min_lr" and run.engine != "deepspeed":
         return [0.0], ""
     if given is None and default is not None:
         return [default], " (its default)"
-    if name == "warmup_max_lr" and given is None and kind == "WarmupLR":  # by which it takes the optimizer's
+    if name == "warmup_max_lr" and given is None and kind == "WarmupLR":  # then the optimizer's rate is used
         given = config.get("optimizer.params.lr") if config.section("optimizer") else "auto"
     if name == "warmup_max_lr" and given == "auto" and run.has_trainer:
         asked = run.arguments.get("learning_rate")

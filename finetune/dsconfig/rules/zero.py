@@ -9,7 +9,7 @@ from finetune.dsconfig.context import Context
 from finetune.dsconfig.finding import Drop, Finding, Put, at, error, warning
 
 GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-GATHERS = ("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")  # other names of it
+GATHERS = ("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")  # other names of the key
 THRESHOLD = "zero_optimization.stage3_param_persistence_threshold"
 BUCKETS = (
     "zero_optimization.reduce_bucket_size",
@@ -23,7 +23,7 @@ DEFAULT_BUCKET = 500_000_000  # elements (deepspeed 0.19.8, runtime/zero/config.
 MUCH_MEMORY_BYTES = 1.5 * 2**30
 FEW_ELEMENTS = 100_000  # 200 kB in bf16: a collective of that size is all latency
 OF_NOTHING = {
-    "sub_group_size": "every weight is a group with an update of its own",
+    "sub_group_size": "every weight becomes a group with its own update",
     "stage3_max_live_parameters": "no weight is fetched before it is needed",
     "stage3_max_reuse_distance": "every weight is released after each use, and gathered again",
 }
@@ -31,7 +31,7 @@ OF_STAGE_3 = ("stage3_", "sub_group_size")
 
 
 def saved_model_is_whole(config: Config, run: Context) -> Iterator[Finding]:
-    """DS501. Without it the Trainer saves DeepSpeed's checkpoint in place of the model's weights, and says so in
+    """DS501. Without it the Trainer saves DeepSpeed's checkpoint instead of the model's weights, and says so only in
     the log (transformers 5.23, trainer.py, save_model)."""
     if config.stage != 3 or config.is_on(GATHER):
         return
@@ -42,7 +42,7 @@ def saved_model_is_whole(config: Config, run: Context) -> Iterator[Finding]:
             "DS501",
             GATHER,
             f'{GATHER} is "auto", which accelerate fills with its zero3_save_16bit_model, false by default: the model '
-            "saved at the end has no weights that from_pretrained opens then. Set it to true.",
+            "saved at the end then has no weights that from_pretrained opens. Set it to true.",
             Put(at(GATHER), True),
         )
     else:
@@ -57,13 +57,13 @@ def saved_model_is_whole(config: Config, run: Context) -> Iterator[Finding]:
 
 
 def something_is_sharded(config: Config, run: Context) -> Iterator[Finding]:
-    """DS502. Weights below the threshold stay whole on every rank: above all of them ZeRO-3 shards none."""
+    """DS502. Weights below the threshold stay whole on every rank: if all are below it, ZeRO-3 shards none."""
     threshold, weights = config.count(THRESHOLD), run.weights
     if config.is_auto(THRESHOLD) and weights and weights.hidden_size and run.engine != "deepspeed":
         threshold = 10 * weights.hidden_size  # transformers 5.23, integrations/deepspeed.py
     elif threshold is None:
         threshold = DEFAULT_THRESHOLD
-    # Nothing below the threshold, nor at it, is sharded (runtime/zero/partition_parameters.py).
+    # Weights up to and including the threshold are not sharded (runtime/zero/partition_parameters.py).
     if config.stage != 3 or weights is None or threshold < weights.largest:
         return
     yield error(
@@ -76,8 +76,8 @@ def something_is_sharded(config: Config, run: Context) -> Iterator[Finding]:
 
 
 def buckets_fit_the_model(config: Config, run: Context) -> Iterator[Finding]:
-    """DS503. A bucket far above the model is memory for nothing; one far below it makes every collective all
-    latency."""
+    """DS503. A bucket far larger than the model wastes memory; with one far smaller, latency dominates every
+    collective."""
     weights = run.weights
     for place in BUCKETS:
         size = config.count(place)
@@ -87,7 +87,7 @@ def buckets_fit_the_model(config: Config, run: Context) -> Iterator[Finding]:
             yield warning(
                 "DS503",
                 place,
-                f"{place} is {size:,} elements: gradients travel in pieces of {_bytes(size)}, each of which pays the "
+                f"{place} is {size:,} elements: gradients are sent in pieces of {_bytes(size)}, each with the "
                 "network's full latency. Set it to 5e7"
                 + (f" ({weights.total:,} weights in all)." if weights else ", or to the size of a small model."),
             )
@@ -95,8 +95,8 @@ def buckets_fit_the_model(config: Config, run: Context) -> Iterator[Finding]:
             yield warning(
                 "DS503",
                 place,
-                f"{place} is {size:,} elements, but the model has {weights.total:,} weights: up to {_bytes(size)} a "
-                f"rank for nothing. Set it to {_nice(weights.total):,}.",
+                f"{place} is {size:,} elements, but the model has {weights.total:,} weights: up to {_bytes(size)} per "
+                f"rank are wasted. Set it to {_nice(weights.total):,}.",
             )
 
 
@@ -105,11 +105,11 @@ def sizes_are_not_zero(config: Config, run: Context) -> Iterator[Finding]:
     for name, cost in OF_NOTHING.items():
         place = f"zero_optimization.{name}"
         if config.stage == 3 and config.count(place) == 0:
-            yield warning("DS503", place, f"{place} is 0: {cost}. Delete it, and DeepSpeed takes 1e9.")
+            yield warning("DS503", place, f"{place} is 0: {cost}. Delete it, and DeepSpeed uses 1e9.")
 
 
 def overlap_fits_in_memory(config: Config, run: Context) -> Iterator[Finding]:
-    """DS504. The buffers of overlap_comm are as large as the file says, however small the model is."""
+    """DS504. overlap_comm allocates the buffers that the file asks for, however small the model is."""
     place = "zero_optimization.overlap_comm"
     size = 0 if config.is_auto(BUCKETS[0]) else config.count(BUCKETS[0]) or DEFAULT_BUCKET
     many = reduce_buckets(config.stage, config.is_on(place))
@@ -126,14 +126,14 @@ def overlap_fits_in_memory(config: Config, run: Context) -> Iterator[Finding]:
 
 
 def reduce_buckets(stage: int, overlaps: bool) -> int:
-    """Buffers of `reduce_bucket_size` in an engine; `allgather_bucket_size` allocates none (deepspeed 0.19.8,
-    runtime/zero/stage_1_and_2.py, setup_buckets; runtime/utils.py, all_gather_dp_groups). `finetune plan` counts by
+    """The number of buffers of `reduce_bucket_size` in an engine; `allgather_bucket_size` allocates none (deepspeed
+    0.19.8, runtime/zero/stage_1_and_2.py, setup_buckets; runtime/utils.py, all_gather_dp_groups). `finetune plan` uses
     it, too."""
     return 2 if overlaps and stage < 3 else 1
 
 
 def stage_reads_the_key(config: Config, run: Context) -> Iterator[Finding]:
-    """DS505. Keys of ZeRO-3 below stage 3 do nothing."""
+    """DS505. ZeRO-3's keys do nothing below stage 3."""
     keys = config.section("zero_optimization")
     idle = [key for key in keys if key.startswith(OF_STAGE_3) and config.stage < 3]
     if idle:
@@ -141,19 +141,19 @@ def stage_reads_the_key(config: Config, run: Context) -> Iterator[Finding]:
             "DS505",
             f"zero_optimization.{idle[0]}",
             f"zero_optimization.stage is {config.stage}, so {', '.join(idle)} {'do' if len(idle) > 1 else 'does'} "
-            "nothing. Set the stage to 3, or delete.",
+            "nothing. Set the stage to 3, or delete them.",
             *(Drop(at(f"zero_optimization.{key}")) for key in idle if "stage" in keys),
         )
 
 
 def best_model_can_be_loaded(config: Config, run: Context) -> Iterator[Finding]:
-    """DS506. --save_only_model leaves DeepSpeed's states out, without which its engine loads nothing back."""
+    """DS506. --save_only_model omits DeepSpeed's states, without which its engine cannot load a checkpoint."""
     if run.has_trainer and run.arguments.get("save_only_model") and run.arguments.get("load_best_model_at_end"):
         yield error(
             "DS506",
             "zero_optimization",
-            "--save_only_model with --load_best_model_at_end: the checkpoints hold no DeepSpeed states, and "
-            "DeepSpeed loads nothing else back. Drop one of the two.",
+            "--save_only_model with --load_best_model_at_end: the checkpoints hold no DeepSpeed states, but "
+            "DeepSpeed cannot load a checkpoint without them. Drop one of the two.",
         )
 
 
@@ -166,7 +166,7 @@ def stage_takes_the_key(config: Config, run: Context) -> Iterator[Finding]:
             "gradient_allreduce_op",
             'gradient_allreduce_op is "sum", which DeepSpeed refuses under ZeRO-3. Delete it, or use ZeRO-2.',
         )
-    # runtime/zero/stage3.py, __init__, where gradients are reduced and scattered at once.
+    # runtime/zero/stage3.py, __init__: with reduce-scatter.
     scatters = stage == 3 and not config.is_off("zero_optimization.reduce_scatter")
     factor = config.number("gradient_predivide_factor")
     for place, wrong in (
@@ -179,19 +179,19 @@ def stage_takes_the_key(config: Config, run: Context) -> Iterator[Finding]:
     place = "zero_optimization.compute_grad_norm"
     if config.get(place) is False and stage not in (1, 2):
         yield error(
-            "DS507", place, f"{place} may be false at stage 1 and 2 alone, but stage is {stage}.", Drop(at(place))
+            "DS507", place, f"{place} may be false only at stages 1 and 2, but stage is {stage}.", Drop(at(place))
         )
     place = "zero_optimization.legacy_stage1"
     if config.is_on(place):
-        yield error("DS507", place, f"{place} is on, which DeepSpeed gave up in 0.5.9. Delete it.", Drop(at(place)))
+        yield error("DS507", place, f"{place} is on, which DeepSpeed removed in 0.5.9. Delete it.", Drop(at(place)))
     place = "zero_optimization.offload_optimizer.ratio"
     ratio = config.number(place)
     if ratio is not None and ratio < 1 and stage != 3:
         yield error(
             "DS507",
             place,
-            f"{place} is {ratio:g}, but a part of the states is offloaded at stage 3 alone, and stage is {stage}. "
-            "Delete it, and all of them are.",
+            f"{place} is {ratio:g}, but states are partly offloaded only at stage 3, and stage is {stage}. "
+            "Delete it to offload all of them.",
             Drop(at(place)),
         )
 
@@ -202,14 +202,14 @@ def section_is_there(config: Config, run: Context) -> Iterator[Finding]:
         yield error(
             "DS508",
             "",
-            "zero_optimization is missing, and the Trainer and accelerate take no config without it. Add "
+            "zero_optimization is missing, and the Trainer and accelerate refuse a config without it. Add "
             '"zero_optimization": {"stage": 2}; stage 0 is DeepSpeed without ZeRO.',
             Put(at("zero_optimization"), {"stage": 0}),
         )
 
 
 def _nice(number: float) -> int:
-    """One digit and zeros."""
+    """The number rounded down to one significant digit."""
     power: int = 10 ** (len(str(int(max(number, 1)))) - 1)
     return max(1, int(number / power)) * power
 

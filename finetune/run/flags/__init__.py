@@ -1,1 +1,1 @@
-"""The flags of recipes, as dataclasses in groups, with the checks that need nothing but flags and the launch."""
+"""The recipes' flags, grouped in dataclasses, with the checks that need only flags and the launch."""

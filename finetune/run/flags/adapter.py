@@ -1,5 +1,5 @@
-"""An adapter in place of the whole model, and the precision of the weights that it leaves as they are: flags of the
-recipes of text."""
+"""Flags of the text recipes for training an adapter instead of the whole model, and for the precision of the frozen
+weights."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from finetune.run.flag import flag
 from finetune.run.on_resume import APPLIED, GOES_ON, NEVER, VALUES
 from finetune.run.range import AT_LEAST_ONE, RATE
 
-# What a new adapter is made with; one that is trained further, or evaluated, has its own.
+# Settings of a new adapter; one that is trained further, or evaluated, has its own.
 OF_NEW_ADAPTERS = (
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
     *("lora_modules_to_save", "lora_use_dora", "lora_use_rslora"),
 )
-PURE = "pure_bfloat16"  # weights that are trained, and lose of each step what rounds away
+PURE = "pure_bfloat16"  # trained weights in bf16 that lose the rounding error of each step
 DTYPES = ("auto", "bfloat16", "float16", "float32", PURE)
 
 
 @dataclass
 class AdapterArguments:
-    """Train an adapter in place of the whole model."""
+    """Train an adapter instead of the whole model."""
 
-    use_peft: bool = flag(False, "train LoRA adapters, and leave the model's own weights as they are", NEVER)
+    use_peft: bool = flag(False, "train LoRA adapters, and freeze the model's own weights", NEVER)
     dtype: str = flag(
         "auto",
-        f"precision of the weights: {', '.join(DTYPES)}; auto is bfloat16 for those beside an adapter if the run uses "
-        "bf16, and float32 for those that are trained",
+        f"precision of the weights: {', '.join(DTYPES)}; auto is bfloat16 for those under an adapter if the run uses "
+        "bf16, and float32 for trained ones",
         APPLIED,
         choices=DTYPES,
     )

@@ -1,4 +1,4 @@
-"""How to run, whatever is trained."""
+"""Flags that all recipes share."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from finetune.run.range import AT_LEAST_ONE
 
 @dataclass
 class RunArguments:
-    """How to run, beside what the Trainer's arguments say."""
+    """How to run, in addition to the Trainer's arguments."""
 
     config: str | None = flag(
         None,
-        "YAML file with one `flag: value` a line, or a shipped one's name; flags on the command line win",
+        "YAML file with one `flag: value` per line, or a shipped one's name; flags on the command line win",
         GOES_ON,
         path=SHIPPED_YAML,
     )

@@ -1,4 +1,4 @@
-"""The flags of gradient compression, and what is refused before anything is built."""
+"""The flags of gradient compression, and their checks before anything is built."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ if TYPE_CHECKING:
     from finetune.run.run import Run
 
 HOOKS = ("none", "fp16", "bf16", "powersgd", "onebit_adam")
-# What the Trainer tells DistributedDataParallel alone (transformers 5.23, trainer.py, create_accelerator_and_...).
+# Flags that the Trainer passes only to DistributedDataParallel (transformers 5.23, trainer.py,
+# create_accelerator_and_...).
 OF_DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
-KEEPS_ERRORS = ("powersgd", "onebit_adam")  # between steps; they compress from a step on
+KEEPS_ERRORS = ("powersgd", "onebit_adam")  # between steps; they compress only from some step on
 
-# A share of all steps. PowerSGD: what torch advises (powerSGD_hook.py, PowerSGDState). 1-bit Adam: the paper froze the
-# variance after 15% to 20% of the steps of runs with 150,000; shorter ones know it later (docs/compression.md).
+# A fraction of all steps. PowerSGD: as torch advises (powerSGD_hook.py, PowerSGDState). 1-bit Adam: the paper froze the
+# variance after 15% to 20% of 150,000 steps; in shorter runs it settles later (docs/compression.md).
 START = {"powersgd": 0.1, "onebit_adam": 0.5}
-FIRST_START = 2  # torch's PowerSGD refuses less
+FIRST_START = 2  # torch's PowerSGD refuses smaller values
 
 
 @dataclass
 class CompressionArguments:
-    """What ranks send one another of their gradients."""
+    """How ranks exchange gradients."""
 
     ddp_comm_hook: str = flag(
         "none", f"compress gradients between ranks: {', '.join(HOOKS)} (docs/compression.md)", NEVER, choices=HOOKS
     )
     comm_hook_start_steps: float | None = flag(
         None,
-        "steps without compression at the start; below 1, their share of all steps. For onebit_adam, the paper's "
+        "steps without compression at the start; below 1, a fraction of all steps. For onebit_adam, the paper's "
         f"freeze_step. Default: {', '.join(f'{name} {share}' for name, share in START.items())}",
         NEVER,
         range=Range(least=0, share=True),
@@ -50,7 +51,7 @@ class CompressionArguments:
         return self.ddp_comm_hook in KEEPS_ERRORS
 
     def start_step(self, max_steps: int) -> int:
-        """How many steps of a run of `max_steps` exchange whole gradients."""
+        """How many steps of a run of `max_steps` exchange uncompressed gradients."""
         if not self.keeps_errors:
             return 0
         asked = START[self.ddp_comm_hook] if self.comm_hook_start_steps is None else self.comm_hook_start_steps
@@ -58,7 +59,7 @@ class CompressionArguments:
 
 
 def check_comm_hook(run: Run, deepspeed: str | None, precision: dict[str, bool]) -> None:
-    """Raises RequestError where --ddp_comm_hook cannot do what it says. `deepspeed` is the run's config, if any."""
+    """Raises RequestError if --ddp_comm_hook cannot work in this run. `deepspeed` is the run's config, if any."""
     hook = run.value("ddp_comm_hook") or "none"
     said = run.said("ddp_comm_hook")
     if hook == "none":
@@ -66,15 +67,15 @@ def check_comm_hook(run: Run, deepspeed: str | None, precision: dict[str, bool])
     _check_engine(run, said, deepspeed)
     if run.launch.world_size == 1:
         raise RequestError(
-            f"{said}: one process sends no gradients, so there is nothing to compress. Drop it, or launch with "
+            f"{said}: a single process sends no gradients, so there is nothing to compress. Drop it, or launch with "
             "`torchrun --nproc_per_node N`."
         )
     if not run.value("do_train"):
         raise RequestError(f"{said}, which compresses gradients, but {run.said('do_train')}. Drop it.")
     if precision.get("fp16") and hook in KEEPS_ERRORS:
         raise RequestError(
-            f"{said}, which carries what it did not send over to the next step, but under --fp16 the scale of "
-            "gradients changes from step to step, and one overflow would stay for good. Give --bf16 True."
+            f"{said}, which carries what it did not send over to the next step, but with --fp16 the gradient "
+            "scale changes from step to step, and one overflow would stay forever. Give --bf16 True."
         )
     if hook == "onebit_adam":
         _check_onebit(run)
@@ -83,35 +84,35 @@ def check_comm_hook(run: Run, deepspeed: str | None, precision: dict[str, bool])
 def _check_engine(run: Run, said: str, deepspeed: str | None) -> None:
     if deepspeed:
         named = next((run.said(name) for name in ("deepspeed", "deepspeed_config") if run.given.get(name)), None)
-        mend = "Put --deepspeed none in its place" if named else "Add --deepspeed none"
+        mend = "Replace it with --deepspeed none" if named else "Add --deepspeed none"
         if named is None:
-            named = "the deepspeed launcher takes zero2" if deepspeed == "zero2" else f"DeepSpeed is {deepspeed}"
+            named = "the deepspeed launcher defaults to zero2" if deepspeed == "zero2" else f"DeepSpeed is {deepspeed}"
         raise RequestError(f"{said}, which is for DistributedDataParallel, but {named}. {mend}, or drop the hook.")
     if run.value("fsdp") or accelerate_uses_fsdp():
-        fsdp = run.said("fsdp") if run.value("fsdp") else "accelerate shards by FSDP"
+        fsdp = run.said("fsdp") if run.value("fsdp") else "accelerate uses FSDP"
         raise RequestError(f"{said}, which is for DistributedDataParallel, but {fsdp}. Drop one of the two.")
     if run.value("torch_compile"):
-        raise RequestError(f"{said}, which does not go with {run.said('torch_compile')[2:]}. Drop one of the two.")
+        raise RequestError(f"{said}, which does not work with {run.said('torch_compile')[2:]}. Drop one of the two.")
 
 
 def _check_onebit(run: Run) -> None:
     if str(run.value("optim")) not in ("adamw_torch", "adamw_torch_fused"):
         raise RequestError(
-            f"{run.said('ddp_comm_hook')}, which is an optimizer too, but {run.said('optim')}. Drop --optim, or use "
-            "the hook powersgd, which goes with any."
+            f"{run.said('ddp_comm_hook')}, which is also an optimizer, but {run.said('optim')}. Drop --optim, or use "
+            "the hook powersgd, which works with any."
         )
 
 
 def check_freeze(arguments: CompressionArguments, max_steps: int, warmup_steps: int) -> None:
-    """Raises RequestError for compression that never comes, and for a freeze of 1-bit Adam that comes too early: while
-    the rate still rises, the variance is not what it will be (arXiv 2102.02888, section 7.1)."""
+    """Raises RequestError for compression that never starts, and for 1-bit Adam that freezes the variance too early: it
+    has not settled while the rate still rises (arXiv 2102.02888, section 7.1)."""
     if not arguments.keeps_errors:
         return
     start, said = arguments.start_step(max_steps), f"--ddp_comm_hook {arguments.ddp_comm_hook}"
     if start >= max_steps:
         raise RequestError(
             f"{said} sends whole gradients for {start} steps, but the run has {max_steps}, so it would compress "
-            f"nothing. Lower --comm_hook_start_steps (it is {FIRST_START} at least), train for more than {start} "
+            f"nothing. Lower --comm_hook_start_steps (at least {FIRST_START}), train for more than {start} "
             "steps, or drop the hook."
         )
     if arguments.ddp_comm_hook == "onebit_adam" and start < warmup_steps:

@@ -1,4 +1,4 @@
-"""The flags that say what becomes of a run that meets a fault, and which of them a layout cannot have."""
+"""The flags that decide what a run does about a fault, and which of them a layout does not support."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from finetune.run.run import Run
 
 POLICIES = ("stop", "skip", "rollback", "off")
-SAVES = ("auto", "on", "off")  # written beside the training
-WORTH_BYTES = 256 * 2**20  # of a checkpoint, from which `auto` writes it so
+SAVES = ("auto", "on", "off")  # whether to write checkpoints in the background
+WORTH_BYTES = 256 * 2**20  # `auto` writes checkpoints of this size and more in the background
 SHORTEST_HANG_SECONDS = 5.0  # heartbeats come once a second, and a busy machine delays them
 
 
 @dataclass
 class GuardArguments:
-    """What becomes of a run that meets a fault; docs/faults.md says what is caught and how."""
+    """What a run does about a fault; docs/faults.md says what is detected and how."""
 
     hang_timeout: float = flag(
         45.0,
         "end the run if a rank sends no heartbeat for this many seconds (at most 40), and name a rank that makes no "
         "progress for as long while others wait for it; 0: never",
         GOES_ON,
-        range=Range(least=SHORTEST_HANG_SECONDS, others={0: "to wait for ever"}),
+        range=Range(least=SHORTEST_HANG_SECONDS, others={0: "to wait forever"}),
     )
     hang_blame: bool = flag(
         False,
@@ -53,7 +53,7 @@ class GuardArguments:
     )
     async_save: str = flag(
         "off",
-        "write checkpoints while the training goes on, from a copy in host memory: auto does where it is worth it and "
+        "write checkpoints while training continues, from a copy in host memory; auto: if it pays off and "
         "memory allows (docs/checkpoints.md)",
         GOES_ON,
         choices=SAVES,
@@ -61,17 +61,17 @@ class GuardArguments:
 
 
 def guard_faults(run: Run) -> Iterator[str]:
-    """A policy that this run cannot keep to."""
+    """Policies that this run cannot follow."""
     policy, hook = run.value("on_nan"), run.value("ddp_comm_hook")
     if policy in ("skip", "rollback") and hook in KEEPS_ERRORS:
         yield (
             f"{run.said('on_nan')}, and {run.said('ddp_comm_hook')}: the hook keeps what it has not sent yet for later "
-            "steps, and a NaN in it stays. Give --on_nan stop and --resume auto after it, or another hook."
+            "steps, and a NaN in it stays. Use --on_nan stop and then --resume auto, or another hook."
         )
     if policy == "rollback" and run.value("save_strategy") == "no":
         yield (
             f"{run.said('on_nan')}, which goes back to a checkpoint, but {run.said('save_strategy')}, which saves "
-            "none. Save some."
+            "none. Give --save_strategy steps or epoch."
         )
     if policy == "rollback" and run.value("save_only_model"):
         yield (

@@ -1,4 +1,4 @@
-"""Which pictures are classified, by which model: the flags of recipes/image_cls.py."""
+"""The flags of recipes/image_cls.py: model and images."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class ImageModelArguments:
     norm: str = flag(
         "batch", "normalization of a resnet from scratch: batch or group", MODEL, choices=("batch", "group")
     )
-    dropout: float | None = flag(None, "of an alexnet from scratch; default: 0.5", MODEL, range=RATE)
+    dropout: float | None = flag(None, "dropout of an alexnet from scratch; default: 0.5", MODEL, range=RATE)
     sync_batch_norm: bool = flag(False, "compute batch norm over the images of all ranks", VALUES)
     freeze_batch_norm: bool = flag(False, "keep the pretrained batch-norm statistics", VALUES)
 
 
 @dataclass
 class ImageArguments:
-    """What to train on. With none of these, scikit-learn's handwritten digits are used."""
+    """What to train on. Without these, scikit-learn's handwritten digits are used."""
 
     train_dir: str | None = flag(None, "folder with one subfolder of images for each class", ROWS, path=FOLDER)
     validation_dir: str | None = flag(
@@ -60,7 +60,7 @@ class ImageArguments:
 
 @dataclass
 class AugmentationArguments:
-    """How training pictures are changed, anew in each epoch. The built-in digits are left as they are by default."""
+    """How training images are augmented in each epoch. By default, the built-in digits are not."""
 
     crop_padding: int | None = flag(
         None, "random crop: largest shift in pixels; default: an eighth of the side", VALUES, range=NOT_NEGATIVE

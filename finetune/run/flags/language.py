@@ -1,4 +1,4 @@
-"""Which language model learns which text: the flags of recipes/causal_lm.py and causal_lm_pipeline.py."""
+"""The flags of recipes/causal_lm.py and causal_lm_pipeline.py: model and text."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, TIMEOUT, Range
 from finetune.run.sizes import GPTLITE_SIZES
 
 PACKINGS = ("wrapped", "bfd", "none")
-OF_CHATS = ("chat_template", "reasoning", "train_on")  # a completion has but one turn, and the other two
+OF_CHATS = ("chat_template", "reasoning", "train_on")  # completions use the first two, too
 TURNS_LEARNT = ("assistant", "last", "all")
 LEAST_BLOCK = 2  # tokens: one to read, and one to predict
-LEAST_BPE_VOCABULARY = 257  # the bytes and the end of text
+LEAST_BPE_VOCABULARY = 257  # the bytes and the end-of-text token
 
 
 @dataclass
@@ -49,7 +49,7 @@ class CausalModelArguments:
 
 @dataclass
 class CorpusArguments:
-    """What to train on. With none of these, Python's reference manual is used."""
+    """What to train on. Without these, Python's reference manual is used."""
 
     dataset_name: str | None = flag(
         None, "data set on the hub, or a local folder in its layout", ROWS, path=NAME_OR_PATH
@@ -57,7 +57,7 @@ class CorpusArguments:
     dataset_config_name: str | None = flag(None, "configuration of the hub data set", ROWS)
     train_file: list[str] | None = flag(
         None,
-        "txt, csv, tsv, json(l) or parquet files; several may have shares: a.jsonl:0.7 b.jsonl:0.3",
+        "txt, csv, tsv, json(l) or parquet files; several may have weights: a.jsonl:0.7 b.jsonl:0.3",
         ROWS,
         path=FILE,
     )
@@ -122,7 +122,7 @@ class BlockArguments:
     )
     packing: str = flag(
         "wrapped",
-        "how documents fill blocks: wrapped (cut at block ends), bfd (kept whole) or none (one document a block)",
+        "how documents fill blocks: wrapped (cut at block ends), bfd (kept whole) or none (one document per block)",
         ROWS,
         choices=PACKINGS,
     )
@@ -131,7 +131,7 @@ class BlockArguments:
 
 @dataclass
 class SampleArguments:
-    """What to have the model write at each evaluation."""
+    """What the model generates at each evaluation."""
 
     sample_prompt: str = flag("The ", "start of the text to sample, or the question to a chat model", GOES_ON)
     sample_tokens: int = flag(200, "tokens to sample at each evaluation; 0: none", GOES_ON, range=NOT_NEGATIVE)

@@ -1,4 +1,4 @@
-"""The flags of a pipeline run, and what is refused before anything is built."""
+"""The flags of a pipeline run, and their checks before anything is built."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ METHODS = "balanced, uniform, parameters, or type:REGEX"
 
 @dataclass
 class PipelineArguments:
-    """How the model is spread over ranks."""
+    """How the model is distributed over ranks."""
 
     pipeline_parallel_size: int | None = flag(
         None, "number of pipeline stages; the number of ranks must be a multiple of it", GOES_ON, range=AT_LEAST_ONE
@@ -29,46 +29,46 @@ class PipelineArguments:
     partition_method: str = flag("balanced", f"how layers are divided among stages: {METHODS}", GOES_ON)
     schedule_step: int = flag(5, "step whose schedule is recorded and drawn; 0: none", GOES_ON, range=NOT_NEGATIVE)
 
-    # Flags of other recipes or of the Trainer that a pipeline cannot honour, and what to do instead.
+    # Flags of other recipes or of the Trainer that a pipeline does not support, and what to do instead.
     refused: ClassVar[dict[str, str]] = {
-        "streaming": "the first and the last stage of a pipeline read the data each for itself, in any order, which a "
-        "stream does not give. Drop it, or use the recipe without a pipeline.",
+        "streaming": "the first and last stages of a pipeline each read the data separately, in any order, which a "
+        "stream does not support. Drop it, or use the recipe without a pipeline.",
         **dict.fromkeys(
             ("use_peft", "lora_r", "load_in_4bit"),
             "a pipeline trains all weights; LoRA is not supported. Use the recipe without a pipeline.",
         ),
         **dict.fromkeys(
-            ("activation_checkpointing", "gradient_checkpointing"), "say --activation_checkpoint_interval 1 here."
+            ("activation_checkpointing", "gradient_checkpointing"), "use --activation_checkpoint_interval 1 instead."
         ),
         "sequence_parallel_size": "a pipeline's stages read whole texts. Use the recipe without a pipeline.",
-        "fsdp": "a pipeline shards the model by layers already. Drop it, or use the recipe without a pipeline.",
-        "torch_compile": "DeepSpeed's pipeline engine runs its layers as they are. Drop it.",
+        "fsdp": "a pipeline already shards the model by layers. Drop it, or use the recipe without a pipeline.",
+        "torch_compile": "DeepSpeed's pipeline engine does not compile its layers. Drop it.",
         "push_to_hub": f"a pipeline run does not push. Push its folder afterwards: {by_hand()}",
-        "nvme_path": "a pipeline keeps its states on the device: more stages make room. Drop it.",
-        "neftune_noise_alpha": "a pipeline's embeddings take no noise. Drop it.",
+        "nvme_path": "a pipeline keeps its states on the device; more stages save memory. Drop it.",
+        "neftune_noise_alpha": "a pipeline does not add noise to embeddings. Drop it.",
         "auto_find_batch_size": "a pipeline's micro-batch is fixed. Drop it.",
-        "use_liger_kernel": "a pipeline's layers are as they are. Drop it.",
+        "use_liger_kernel": "a pipeline does not replace its layers' kernels. Drop it.",
         "ddp_comm_hook": "DeepSpeed sends a pipeline's gradients. Drop it, or use the recipe without a pipeline.",
         **dict.fromkeys(
             (*OF_DDP, "ddp_backend", "accelerator_config"),
             "DeepSpeed's engine runs a pipeline, without DistributedDataParallel and Accelerate. Drop it.",
         ),
-        "debug": "a pipeline's engine is not watched by it. Drop it.",
+        "debug": "it does not work with a pipeline's engine. Drop it.",
         "eval_accumulation_steps": "a pipeline's evaluation keeps no predictions. Drop it.",
         "label_smoothing_factor": "a pipeline's loss has no smoothing. Drop it.",
         "do_predict": "a pipeline run trains and evaluates. Predict from its folder: --model_name_or_path FOLDER "
         "--do_train False, without --pipeline_parallel_size.",
-        "class_weights": "a pipeline's loss counts every sample alike. Drop it.",
-        "sync_batch_norm": "no model that is a pipeline here has batch norm. Drop it.",
+        "class_weights": "a pipeline's loss weights all samples equally. Drop it.",
+        "sync_batch_norm": "no pipeline model here has batch norm. Drop it.",
     }
 
 
-# The Trainer's names of optimizers whose states have an element a weight, or none, and which ZeRO-1 takes as they are.
+# The Trainer's names of optimizers whose states have one element per weight, or none, and which ZeRO-1 supports.
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 
 
 def pipeline_faults(run: Run) -> Iterator[str]:
-    """A layout that cannot be, and flags that would not be honoured."""
+    """An impossible layout, and flags that would be ignored."""
     values, world = run.values, run.launch.world_size
     stages = int(run.stages or 0)
     if world % stages:
@@ -76,20 +76,20 @@ def pipeline_faults(run: Run) -> Iterator[str]:
         mend = f"Launch with {ranks} ranks (`deepspeed --num_gpus {ranks}` or `torchrun --nproc_per_node {ranks}`)"
         mend += f", or give a divisor of {world}." if world > 1 else "."
         yield (
-            f"{run.said('pipeline_parallel_size')}, but this run has {world} rank(s), which is no multiple of {stages} "
-            f"(ranks = stages x pipelines). {mend}"
+            f"{run.said('pipeline_parallel_size')}, but this run has {world} rank(s), which is not a multiple of "
+            f"{stages} (ranks = stages x pipelines). {mend}"
         )
     for name, why in PipelineArguments.refused.items():
         if str(values.get(name)).lower() not in ("none", "false", "0", "0.0", ""):
             yield f"{run.said(name)}: {why}"
     if run.value("skip_memory_metrics") is False:
-        yield f"{run.said('skip_memory_metrics')}: a pipeline's memory is in its results anyway. Drop it."
+        yield f"{run.said('skip_memory_metrics')}: a pipeline always reports its memory. Drop it."
     if str(run.value("optim")) not in OPTIMIZERS:
-        yield f"{run.said('optim')}, but a pipeline's checkpoints know {', '.join(OPTIMIZERS)}. Give one."
+        yield f"{run.said('optim')}, but a pipeline's checkpoints support only {', '.join(OPTIMIZERS)}. Give one."
     if str(run.value("lr_scheduler_type")) == "reduce_lr_on_plateau":
         yield (
-            f"{run.said('lr_scheduler_type')}: DeepSpeed's engine steps the schedule, and knows no metric. Give "
-            "another, cosine for instance."
+            f"{run.said('lr_scheduler_type')}: DeepSpeed's engine steps the schedule without a metric. Use "
+            "another, such as cosine."
         )
     method = run.value("partition_method")
     if method in ("balanced", "uniform", "parameters"):
@@ -99,4 +99,4 @@ def pipeline_faults(run: Run) -> Iterator[str]:
     try:
         re.compile(method.removeprefix("type:"))
     except re.error as error:
-        yield f"{run.said('partition_method')}: is no regular expression ({error})."
+        yield f"{run.said('partition_method')}: is not a valid regular expression ({error})."

@@ -1,4 +1,4 @@
-"""The flags that ask where a step's time goes, and which of them go together."""
+"""The profiling flags, and which of them work together."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from finetune.safe_read import read_json_object
 if TYPE_CHECKING:
     from finetune.run.run import Run
 
-MOST_STEPS = 50  # a trace holds each operator: hundreds of megabytes from here on, which no viewer opens
-MONITORS = {"csv": "csv_monitor", "tensorboard": "tensorboard", "wandb": "wandb"}  # and the config's sections
+MOST_STEPS = 50  # a trace lists every operator: more steps are hundreds of megabytes, which no viewer opens
+MONITORS = {"csv": "csv_monitor", "tensorboard": "tensorboard", "wandb": "wandb"}  # -> section of the config
 OF_DEEPSPEED = ("flops_profiler", "comms_logger", "ds_monitor")
 
 
 @dataclass
 class ProfileArguments:
-    """Where a step's time goes; docs/profiling.md reads one."""
+    """Where a step's time goes; docs/profiling.md explains a report."""
 
     profile: int = flag(
         0, "trace this many steps, and report where their time goes", GOES_ON, range=Range(least=0, most=MOST_STEPS)
@@ -44,19 +44,19 @@ class ProfileArguments:
 
 
 def check_profile(run: Run, config: str | None, checkpoint: str | None) -> None:
-    """Raises RequestError for what cannot be profiled. `config` names the run's DeepSpeed config."""
+    """Raises RequestError for a profile that cannot be made. `config` names the run's DeepSpeed config."""
     steps, first = run.value("profile") or 0, run.value("profile_first_step")
     asked = [name for name in OF_DEEPSPEED if run.value(name)]
     if not steps and not asked:
         return
     first_asked = "profile" if steps else asked[0]
     if not run.value("do_train"):
-        raise RequestError(f"{run.said(first_asked)}, which looks at training, but {run.said('do_train')}. Drop it.")
+        raise RequestError(f"{run.said(first_asked)}, which profiles training, but {run.said('do_train')}. Drop it.")
     if steps and {"flops_profiler", "comms_logger"} & set(asked):
         name = "flops_profiler" if "flops_profiler" in asked else "comms_logger"
         raise RequestError(
-            f"{run.said('profile')}, and {run.said(name)}: DeepSpeed's profilers wait after every part and every "
-            "collective, and the traced steps would be others than yours. Run once with each."
+            f"{run.said('profile')}, and {run.said(name)}: DeepSpeed's profilers wait after every module and every "
+            "collective, so the trace would not show your real steps. Run once with each."
         )
     _check_deepspeed(run, asked, config)
     if (steps or "flops_profiler" in asked) and run.value("max_steps") > 0:
@@ -64,10 +64,10 @@ def check_profile(run: Run, config: str | None, checkpoint: str | None) -> None:
 
 
 def check_length(first: int, steps: int, last: int, done: int) -> None:
-    """Raises RequestError where a run of `last` steps, of which `done` were had before it, ends too early."""
+    """Raises RequestError if a run of `last` steps, with `done` of them before the resume, ends too early."""
     if done + first + steps - 1 <= last:
         return
-    of = f"; {done} were had before it was resumed" if done else ""
+    of = f"; {done} of them were done before it was resumed" if done else ""
     least = done + first + steps - 1
     room = last - done
     mends = ["more steps by --max_steps or --num_train_epochs"]
@@ -78,7 +78,7 @@ def check_length(first: int, steps: int, last: int, done: int) -> None:
     elif room > 1:
         mends.append(f"--profile {room - 1} with --profile_first_step 2")
     raise RequestError(
-        f"--profile: {steps} step(s) from --profile_first_step {first} on end with step {least}, but this run ends "
+        f"--profile: {steps} step(s) from --profile_first_step {first} end with step {least}, but this run ends "
         f"with step {last}{of}. Give {', or '.join(mends)}."
     )
 
@@ -100,7 +100,7 @@ def _check_deepspeed(run: Run, asked: list[str], config: str | None) -> None:
         )
     if run.stages is not None and "flops_profiler" in asked:
         raise RequestError(
-            f"{run.said('flops_profiler')}: DeepSpeed's pipeline never prints what it counted. Use --profile, or "
+            f"{run.said('flops_profiler')}: DeepSpeed's pipeline never prints its counts. Use --profile, or "
             f"{run.without_pipeline}."
         )
     monitor = run.value("ds_monitor")
@@ -114,5 +114,5 @@ def _check_deepspeed(run: Run, asked: list[str], config: str | None) -> None:
     if monitor in str(run.value("report_to")):
         raise RequestError(
             f"{run.said('ds_monitor')}, and {run.said('report_to')}: they log the same run twice. Keep one; the latter "
-            "says more."
+            "logs more."
         )

@@ -1,4 +1,4 @@
-"""The flag of sequence parallelism, and what is refused before anything is built."""
+"""The flag of sequence parallelism, and its checks before anything is built."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ from finetune.safe_read import read_json_object
 if TYPE_CHECKING:
     from finetune.run.run import Run
 
-# Those that compute causal attention over a whole sequence without a mask (deepspeed 0.19.8, ulysses_sp.py, and
-# accelerate 1.15, DeepSpeedSequenceParallelConfig, which take these; flex_attention is left out by accelerate, too).
+# Implementations that compute causal attention over a whole sequence without a mask; deepspeed 0.19.8 (ulysses_sp.py)
+# and accelerate 1.15 (DeepSpeedSequenceParallelConfig) accept them. Accelerate does not accept flex_attention either.
 ATTENTIONS = ("sdpa", "flash_attention_2", "flash_attention_3")
-# Flags that count on ranks which read whole rows, or on a model that is called with them.
+# Flags that require ranks to read whole rows, or the model to be called with whole rows.
 REFUSED = {
-    "accelerator_config": "it says how rows are dealt to ranks, and here some ranks read the same ones",
+    "accelerator_config": "it distributes rows over ranks, but here some ranks read the same rows",
     "auto_find_batch_size": "the exchange between ranks is made for one micro-batch",
     "fsdp": "sequence parallelism is DeepSpeed's",
-    "label_smoothing_factor": "the Trainer shifts labels that are shifted already",
+    "label_smoothing_factor": "the Trainer would shift labels that are already shifted",
     "neftune_noise_alpha": "its noise depends on how many tokens a rank has",
-    "streaming": "a stream is dealt to all ranks, and here some read the same rows",
-    "teacher": "a teacher would see a part of each text",
-    "torch_compile": "compiled exchanges have not been tried here",
-    "use_liger_kernel": "its loss has not been tried with parts of a text; --loss_chunk_tokens saves the same memory",
+    "streaming": "a stream is distributed over all ranks, but here some ranks read the same rows",
+    "teacher": "a teacher would see only a part of each text",
+    "torch_compile": "compiled exchanges are untested here",
+    "use_liger_kernel": "its loss is untested with parts of a text; --loss_chunk_tokens saves the same memory",
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass
 class SequenceParallelArguments:
-    """How a text is spread over ranks (docs/long_context.md)."""
+    """How a text is distributed over ranks (docs/long_context.md)."""
 
     sequence_parallel_size: int = flag(
         1,
-        "ranks that share each text, by DeepSpeed's Ulysses; the number of ranks must be a multiple of it",
+        "ranks that share each text (DeepSpeed's Ulysses); the number of ranks must be a multiple of it",
         GOES_ON,
         range=AT_LEAST_ONE,
     )
 
 
 def sequence_faults(run: Run) -> Iterator[str]:
-    """What flags alone show."""
+    """Errors that show in the flags alone."""
     size, said = run.sequence_parallel_size, run.said("sequence_parallel_size")
     if size == 1:
         return
     world, block = run.launch.world_size, run.value("block_size")
     if world > 1 and world % size:
         yield (
-            f"{said}, but this run has {world} ranks, which is no multiple of {size}. Give a divisor of {world}, or "
+            f"{said}, but this run has {world} ranks, which is not a multiple of {size}. Give a divisor of {world}, or "
             f"launch with {size * -(-world // size)} ranks."
         )
     if block and block % size:
-        yield f"{said}, which does not divide {run.said('block_size')[2:]}: ranks need equally many tokens. Change one."
+        yield f"{said}, which does not divide {run.said('block_size')[2:]}: ranks must get equal parts. Change one."
     if run.value("attn_implementation") not in (None, *ATTENTIONS):
         shown = run.said("attn_implementation")
         yield f"{shown}, which --sequence_parallel_size does not support. Use one of {_known()}."
@@ -72,22 +72,22 @@ def _known() -> str:
 
 
 def sequence_faults_here(run: Run, deepspeed: str | None) -> Iterator[str]:
-    """Likewise of a run that is to start on this machine; `deepspeed` is its config, if any."""
+    """Further errors in a run that is to start on this machine; `deepspeed` is its config, if any."""
     said = run.said("sequence_parallel_size")
     if run.sequence_parallel_size == 1:
         return
     if not run.value("do_train"):
-        yield f"{said}, which shares texts in training, but {run.said('do_train')}. Drop it."
+        yield f"{said}, which splits texts in training, but {run.said('do_train')}. Drop it."
     elif run.launch.world_size == 1:
         size = run.sequence_parallel_size
         yield f"{said}, but this is one rank. Launch with `deepspeed --num_gpus {size}` or more, or drop it."
     elif not deepspeed:
-        yield f"{said} needs DeepSpeed, and this run is without it. Add --deepspeed zero2, for instance."
+        yield f"{said}, which needs DeepSpeed, but this run does not use it. Add --deepspeed zero2, for instance."
 
 
 def look_at_heads(run: Run) -> None:
-    """Raises RequestError for a folder whose config.json shows that its attention cannot be shared so, or for a
-    GPT-lite whose heads cannot."""
+    """Raises RequestError if a folder's config.json, or a GPT-lite's shape, shows that its attention heads cannot be
+    divided among the ranks."""
     from finetune.run.sizes import gptlite_shape
 
     name = run.value("model_name_or_path")
@@ -99,8 +99,8 @@ def look_at_heads(run: Run) -> None:
 
 
 def check_heads(read: Callable[[str], Any], size: int, block: int | None) -> None:
-    """Raises RequestError where `size` ranks cannot share the attention of a model; `read` gives the values of its
-    config by name, None for what is not there. A rank has whole heads, and the whole text for them."""
+    """Raises RequestError if `size` ranks cannot share a model's attention; `read` returns the values of its config by
+    name, None for missing ones. Each rank computes whole heads over the whole text."""
     inner = read("text_config")
     read = inner.get if isinstance(inner, dict) else read
     said = f"--sequence_parallel_size {size}"
@@ -115,11 +115,11 @@ def check_heads(read: Callable[[str], Any], size: int, block: int | None) -> Non
         )
     kinds = set(read("layer_types") or ())
     if others := sorted(kinds - {FULL, SLIDING}):
-        raise RequestError(f"{said}: the model has layers of {others[0]}, which read a text in order. Drop it.")
+        raise RequestError(f"{said}: the model has {others[0]} layers, which read a text in order. Drop it.")
     window = read("sliding_window") if read("use_sliding_window") is not False else None
     if isinstance(window, int) and SLIDING in (kinds or {SLIDING}) and (block or window + 1) > window:
         raise RequestError(
-            f"{said}: the model's layers attend to the last {window} tokens (sliding_window), and shared attention to "
+            f"{said}: the model's layers attend to the last {window} tokens (sliding_window), but shared attention to "
             f"all. Give a --block_size of {window} or less, or drop it."
         )
     if read("output_router_logits"):

@@ -1,4 +1,4 @@
-"""What text is classified, by which model: the flags of recipes/seq_cls.py and its like."""
+"""The flags of recipes/seq_cls.py and similar recipes: model and texts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from finetune.run.sizes import DISTILBERT_SIZES
 
 LEAST_TOKENS = 8  # less leaves no room for text
 ENCODING = "encoding of csv, json and text files, such as cp1252 or utf-16; default: detected"
-CONLL = (".conll", ".conllu", ".bio", ".iob", ".iob2")  # what files of words and their tags are called
+CONLL = (".conll", ".conllu", ".bio", ".iob", ".iob2")  # suffixes of files of words and their tags
 TASKS = ("classification", "multi_label_classification", "regression")
 
 
@@ -28,12 +28,12 @@ class ModelArguments:
     model_size: str = flag(
         "tiny", f"size of a model from scratch: {', '.join(DISTILBERT_SIZES)}", MODEL, choices=tuple(DISTILBERT_SIZES)
     )
-    dropout: float | None = flag(None, "of a model from scratch; default: 0.1", MODEL, range=RATE)
+    dropout: float | None = flag(None, "dropout of a model from scratch; default: 0.1", MODEL, range=RATE)
 
 
 @dataclass
 class FileArguments:
-    """Where data comes from."""
+    """Where the data comes from."""
 
     dataset_name: str | None = flag(
         None, "data set on the hub, or a local folder in its layout", ROWS, path=NAME_OR_PATH
@@ -49,7 +49,7 @@ class FileArguments:
 
 @dataclass
 class SequenceArguments(FileArguments):
-    """Likewise, and how much of a row is read."""
+    """Where the data comes from, and how much of a row is read."""
 
     max_seq_length: int | None = flag(
         None,
@@ -61,14 +61,14 @@ class SequenceArguments(FileArguments):
 
 @dataclass
 class DataArguments(SequenceArguments):
-    """What to train on. With none of these, the built-in docstrings are used."""
+    """What to train on. Without these, the built-in docstrings are used."""
 
     text_column_names: list[str] | None = flag(
         None, "column of the text, or two for pairs; default: found by name", ROWS
     )
     label_column_name: str | None = flag(None, "column of the label; default: found by its name", ROWS)
     label_column_names: list[str] | None = flag(
-        None, "for several labels a row: one column of 0 and 1 for each label", ROWS
+        None, "for several labels per row: one column of 0 and 1 for each label", ROWS
     )
     task: str | None = flag(None, f"{', '.join(TASKS)}; default: by the labels", ROWS, choices=TASKS)
     clean_line_breaks: bool = flag(False, "turn each <br /> in the texts into a line break", ROWS)
@@ -77,8 +77,8 @@ class DataArguments(SequenceArguments):
 
 @dataclass
 class TokenDataArguments(SequenceArguments):
-    """What to train on. With none of these, names in Python's standard library are used. Files that are not json(l),
-    parquet or csv are CoNLL text: a word and its tag a line, a blank line after each sentence."""
+    """What to train on. Without these, names in Python's standard library are used. Files that are not json(l), parquet
+    or csv are CoNLL text: a word and its tag on each line, and a blank line after each sentence."""
 
     tokens_column_name: str | None = flag(None, "column of the lists of words; default: tokens or words", ROWS)
     tags_column_name: str | None = flag(None, "column of the lists of tags; default: tags or ner_tags", ROWS)
@@ -89,14 +89,14 @@ class PreparationArguments:
     """How the data is cut, cleaned and cached."""
 
     validation_fraction: float = flag(
-        0.1, "part of the training data to hold out, if no held-out data is given", ROWS, range=PART
+        0.1, "fraction of the training data to hold out, if no held-out data is given", ROWS, range=PART
     )
     max_train_samples: int | None = flag(
-        None, "train on a random choice of this many rows; of a stream, on the first", ROWS, range=AT_LEAST_ONE
+        None, "train on a random sample of this many rows; for a stream, on the first ones", ROWS, range=AT_LEAST_ONE
     )
     max_eval_samples: int | None = flag(None, "the same for the held-out data", EVALUATED, range=AT_LEAST_ONE)
     max_predict_samples: int | None = flag(
-        None, "predict only the first so many test rows", GOES_ON, range=AT_LEAST_ONE
+        None, "predict only this many test rows, from the start", GOES_ON, range=AT_LEAST_ONE
     )
     skip_bad_rows: bool = flag(
         False, "leave out rows with an empty text or label, and images that cannot be read", ROWS
@@ -111,15 +111,15 @@ class PreparationArguments:
 
 @dataclass
 class ClassArguments:
-    """How classes count, and what is measured."""
+    """How classes are weighted, and what is measured."""
 
     class_weights: str = flag(
-        "none", "balanced: weight classes so that each counts alike in the loss", VALUES, choices=("none", "balanced")
+        "none", "balanced: weight classes so that all count equally in the loss", VALUES, choices=("none", "balanced")
     )
     metrics: list[str] | None = flag(
         None,
-        "names in finetune/metrics/, or files with an evaluate.Metric; default: the task's. The best model "
-        "has less of a figure that ends in loss or error, or whose class says greater_is_better = False",
+        "names in finetune/metrics/, or files with an evaluate.Metric; default: the task's. Lower is better "
+        "for metrics that end in loss or error, or whose class has greater_is_better = False",
         GOES_ON,
         path=METRIC,
     )

@@ -1,4 +1,4 @@
-"""Trackers that --report_to and --ds_monitor name."""
+"""The trackers that --report_to and --ds_monitor can name."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from finetune.errors import RequestError
 
 PACKAGES_OF_TRACKERS = ("tensorboard", "trackio")
-# Those of transformers 5.23, integrations/integration_utils.py, INTEGRATION_TO_CALLBACK; a test compares.
+# From transformers 5.23, integrations/integration_utils.py, INTEGRATION_TO_CALLBACK; a test compares them.
 TRACKERS = """azure_ml clearml codecarbon comet_ml dagshub dvclive flyte kubeflow mlflow neptune swanlab tensorboard
 trackio wandb""".split()
 
 
 def check_trackers(reports: Sequence[str], flag: str = "report_to", source: str = "command line") -> None:
-    """A tracker that nobody knows, that is missing, or that would stop the run to ask, is refused before anything is
-    loaded."""
+    """Raises RequestError, before anything is loaded, for a tracker that is unknown, not installed, or would stop the
+    run to ask for a login."""
 
     def said(name: str) -> str:
         return f"--{flag} {name} ({source})"

@@ -1,1 +1,1 @@
-"""What each recipe is: its groups of flags and its defaults. `recipes/NAME.py` trains by `NAME.py` here."""
+"""Each recipe's description: its groups of flags and its defaults. `NAME.py` here describes `recipes/NAME.py`."""

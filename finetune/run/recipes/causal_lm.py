@@ -1,4 +1,4 @@
-"""recipes/causal_lm.py: a causal language model, from scratch, in full or by LoRA."""
+"""recipes/causal_lm.py: a causal language model, trained from scratch, in full or with LoRA."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ CAUSAL_LM = Recipe(
     defaults={
         **USUAL,
         "output_dir": "runs/causal_lm",
-        "num_train_epochs": 1,  # a pretrained model has most of its gain after one, and begins to repeat the text
-        "logging_nan_inf_filter": False,  # a NaN is to be seen, and looking for it stops a GPU each step
-        "remove_unused_columns": False,  # labels come shifted, under a name that no model's signature has
+        "num_train_epochs": 1,  # a pretrained model gains most in one epoch, then begins to memorize the text
+        "logging_nan_inf_filter": False,  # a NaN should be visible, and filtering it synchronizes the GPU in each step
+        "remove_unused_columns": False,  # labels are already shifted, under a name that no model's signature has
     },
-    # A model from scratch wants a higher rate and more rounds than a pretrained one; the rate is for the size `tiny`.
+    # A model from scratch needs a higher rate and more epochs than a pretrained one; the rate is for the size `tiny`.
     scratch_defaults={
         "learning_rate": 4e-3,
         "num_train_epochs": 8,
-        "adam_beta2": 0.99,  # few tokens a step: the usual 0.999 would remember too long
+        "adam_beta2": 0.99,  # few tokens per step: the usual 0.999 would average over too many steps
         "warmup_steps": 0.05,
         "lr_scheduler_type": "cosine",
-        "ddp_find_unused_parameters": False,  # a GPT-lite uses all it has
+        "ddp_find_unused_parameters": False,  # a GPT-lite uses all its parameters
     },
 )

@@ -1,4 +1,4 @@
-"""recipes/causal_lm_pipeline.py: a GPT-lite by DeepSpeed's pipeline engine."""
+"""recipes/causal_lm_pipeline.py: a GPT-lite trained by DeepSpeed's pipeline engine."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ CAUSAL_LM_PIPELINE = Recipe(
         **USUAL,
         "output_dir": "runs/causal_lm_pipeline",
         "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 8,  # micro-batches that fill the pipeline; with one pipeline 32 blocks a step
-        "num_train_epochs": 1,  # as recipes/causal_lm.py does
+        "gradient_accumulation_steps": 8,  # micro-batches that fill the pipeline; with one pipeline, 32 blocks per step
+        "num_train_epochs": 1,  # as in recipes/causal_lm.py
     },
-    # The same model learns the same; no engine of the Trainer's is told of its parameters.
+    # The same model learns alike; only DDP's flags do not apply.
     scratch_defaults={k: v for k, v in CAUSAL_LM.scratch_defaults.items() if not k.startswith("ddp_")},
 )

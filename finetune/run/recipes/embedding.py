@@ -1,4 +1,4 @@
-"""recipes/embedding.py: texts to vectors that are near where the texts say the same; and its flags."""
+"""recipes/embedding.py: texts to vectors that are close if the texts mean the same; and its flags."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POOLINGS = ("mean", "cls", "last")
 
 @dataclass
 class EmbeddingDataArguments(SequenceArguments):
-    """What to train on. With none of these, first lines of docstrings and the functions that they describe are used."""
+    """What to train on. Without these, the first lines of docstrings and the functions that they describe are used."""
 
     test_file: str | None = flag(None, "file to evaluate the final model on, in the same format", GOES_ON, path=FILE)
     column_mapping: list[str] | None = flag(
@@ -76,7 +76,7 @@ EMBEDDING = Recipe(
         "per_device_train_batch_size": 32,
         "num_train_epochs": 1,
         "warmup_steps": 0.1,
-        "remove_unused_columns": False,  # the collator makes of a row what the model reads
+        "remove_unused_columns": False,  # the collator builds the model's inputs from a row
     },
     scratch_defaults={
         "learning_rate": 1e-3,

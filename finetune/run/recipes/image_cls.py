@@ -1,4 +1,4 @@
-"""recipes/image_cls.py: pictures to classes, by the Trainer or, of an AlexNet, as a pipeline."""
+"""recipes/image_cls.py: image classification, with the Trainer or, for an AlexNet, as a pipeline."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ IMAGE_CLS = Recipe(
     defaults={
         **USUAL,
         "output_dir": "runs/image_cls",
-        "per_device_eval_batch_size": 64,  # small pictures, and no activations to keep
-        "ddp_broadcast_buffers": False,  # of batch norm: SharedStatistics averages them instead
+        "per_device_eval_batch_size": 64,  # small images, and no activations to keep
+        "ddp_broadcast_buffers": False,  # SharedStatistics averages batch norm's buffers instead
     },
-    # A model from scratch wants a higher rate and more rounds than a pretrained one.
+    # A model from scratch needs a higher rate and more epochs than a pretrained one.
     scratch_defaults={
         "learning_rate": 3e-3,
         "num_train_epochs": 8,

@@ -1,4 +1,4 @@
-"""recipes/preference.py: a language model by which of two answers is better, or a model of rewards; and its flags."""
+"""recipes/preference.py: a language model trained on preferences between answers, or a reward model; and its flags."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from finetune.run.range import NOT_NEGATIVE, POSITIVE, Range
 from finetune.run.recipe import USUAL, Recipe
 from finetune.run.task import TEXT_CLASSIFICATION, TEXT_GENERATION
 
-# By loss, its --beta where none is given, as in the papers.
+# Loss -> default --beta, as in the papers.
 BETAS = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "orpo": 0.1, "simpo": 2.0, "reward": 1.0}
 REFERENCES = ("auto", "cached", "online")
 
 
 @dataclass
 class PreferenceDataArguments:
-    """What to train on. With none of these, Python's docstrings are used, beside the same words in another order."""
+    """What to train on. Without these, Python's docstrings are preferred to the same words in another order."""
 
     dataset_name: str | None = flag(
         None, "data set on the hub, or a local folder in its layout", ROWS, path=NAME_OR_PATH
@@ -57,7 +57,7 @@ class PreferenceDataArguments:
     )
     block_size: int | None = flag(
         None,
-        "tokens of a prompt and its answer; default: as many as the model takes, at most 1024",
+        "most tokens of a prompt and its answer; default: as many as the model takes, at most 1024",
         ROWS,
         range=Range(least=LEAST_BLOCK),
     )
@@ -73,14 +73,12 @@ class PreferenceArguments:
     )
     label_smoothing: float = flag(
         0.0,
-        "for dpo and simpo: share of the pairs assumed to be labelled wrongly",
+        "for dpo and simpo: fraction of the pairs assumed to be labeled wrongly",
         VALUES,
         range=Range(least=0, below=0.5),
     )
     length_normalization: bool = flag(False, "for dpo and ipo: average over the tokens of an answer", VALUES)
-    target_margin: float = flag(
-        1.0, "for simpo: its gamma, by how much rewards should differ", VALUES, range=NOT_NEGATIVE
-    )
+    target_margin: float = flag(1.0, "for simpo: gamma, the margin between the rewards", VALUES, range=NOT_NEGATIVE)
     desirable_weight: float = flag(1.0, "for kto: weight of a desirable answer", VALUES, range=NOT_NEGATIVE)
     undesirable_weight: float = flag(1.0, "for kto: weight of an undesirable answer", VALUES, range=NOT_NEGATIVE)
     reference: str = flag(
@@ -90,7 +88,7 @@ class PreferenceArguments:
         choices=REFERENCES,
     )
     share_prompt: bool = flag(
-        False, "compute a prompt once for both of its answers, which are hidden from each other by a mask", GOES_ON
+        False, "compute a prompt once for both of its answers; a mask hides the answers from each other", GOES_ON
     )
     sample_tokens: int = flag(
         64,
@@ -125,17 +123,17 @@ PREFERENCE = Recipe(
         "per_device_train_batch_size": 8,  # pairs, so twice as many texts
         "per_device_eval_batch_size": 16,
         "num_train_epochs": 1,  # a second pass over the same pairs mostly learns them by heart
-        "learning_rate": 1e-6,  # a trained model is to leave its reference by little
+        "learning_rate": 1e-6,  # a trained model should stay close to its reference
         "warmup_steps": 0.1,
-        "remove_unused_columns": False,  # the collator makes of a row what the model reads
-        "logging_nan_inf_filter": False,  # a NaN is to be seen
+        "remove_unused_columns": False,  # the collator builds the model's inputs from a row
+        "logging_nan_inf_filter": False,  # a NaN should be visible
     },
-    # There is nothing to keep of weights that were drawn.
+    # Random weights have nothing worth keeping, so the rate may be high.
     scratch_defaults={"learning_rate": 1e-3, "per_device_train_batch_size": 16},
     void=(
         Void(("label_smoothing",), "loss", ("ipo", "kto", "orpo", "reward"), "Only dpo and simpo use it. Drop it."),
         Void(
-            ("length_normalization",), "loss", ("kto", "orpo", "reward", "simpo"), "dpo and ipo alone use it. Drop it."
+            ("length_normalization",), "loss", ("kto", "orpo", "reward", "simpo"), "Only dpo and ipo use it. Drop it."
         ),
         Void(("target_margin",), "loss", ("dpo", "ipo", "kto", "orpo", "reward"), "Give --loss simpo, or drop it."),
         Void(
@@ -144,7 +142,7 @@ PREFERENCE = Recipe(
             ("dpo", "ipo", "orpo", "reward", "simpo"),
             "Give --loss kto, or drop it.",
         ),
-        Void(("reference",), "loss", ("orpo", "reward", "simpo"), "It has no reference. Drop it."),
+        Void(("reference",), "loss", ("orpo", "reward", "simpo"), "It has no reference model. Drop it."),
         Void(
             ("share_prompt",),
             "loss",

@@ -1,4 +1,4 @@
-"""recipes/question_answering.py: questions to the words of a text that answer them; and its flags."""
+"""recipes/question_answering.py: extractive question answering; and its flags."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from finetune.run.recipe import USUAL, Recipe
 from finetune.run.sizes import DISTILBERT_SIZES, distilbert_shape
 from finetune.run.task import Task
 
-MOST_DIFFERENCE = 1e4  # of two scores: far more than any model's
+MOST_DIFFERENCE = 1e4  # between two scores: far more than any model's
 
 
 @dataclass
 class QuestionDataArguments(SequenceArguments):
-    """What to train on. With none of these, functions of Python's standard library are asked about."""
+    """What to train on. Without these, questions about functions of Python's standard library are used."""
 
     column_mapping: list[str] | None = flag(
         None, "names of columns in your files, e.g. title=question body=context", ROWS, pairs=True
@@ -41,7 +41,7 @@ class QuestionDataArguments(SequenceArguments):
 
 @dataclass
 class AnswerArguments:
-    """Which answers are taken, and how they are scored."""
+    """Which answers are chosen, and how they are scored."""
 
     max_answer_length: int = flag(30, "longest answer, in tokens", EVALUATED, range=AT_LEAST_ONE)
     n_best_size: int = flag(
@@ -49,7 +49,7 @@ class AnswerArguments:
     )
     null_score_diff_threshold: float | None = flag(
         None,
-        "give no answer where that scores higher than the best by more than this; default: chosen on held-out ones",
+        "give no answer if that scores higher than the best by more than this; default: chosen on held-out ones",
         EVALUATED,
         range=Range(above=-MOST_DIFFERENCE, below=MOST_DIFFERENCE),
     )
@@ -62,14 +62,14 @@ class AnswerArguments:
 
 
 def span_shape(read: Callable[[str], Any]) -> dict[str, Any]:
-    """The config of the DistilBERT from scratch that flags ask for, which `read` gives the values of, with the largest
-    vocabulary that it may have."""
+    """The config of the DistilBERT from scratch that the flags ask for, with the largest vocabulary that it may have.
+    `read` returns the values of the flags."""
     size, dropout = read("model_size"), read("dropout")
     return {
         "model_type": "distilbert",
         "vocab_size": DISTILBERT_SIZES[size].vocab_size,
         **distilbert_shape(size, dropout, read("max_seq_length")),
-        "qa_dropout": 0.1 if dropout is None else dropout,  # before the layer of scores
+        "qa_dropout": 0.1 if dropout is None else dropout,  # before the output layer
     }
 
 
@@ -90,12 +90,12 @@ QUESTION_ANSWERING = Recipe(
     defaults={
         **USUAL,
         "output_dir": "runs/question_answering",
-        "label_names": ["labels"],  # and not a model's start_positions and end_positions: the loss is ours
-        "remove_unused_columns": False,  # the collator makes of a row what the model reads
+        "label_names": ["labels"],  # not the model's start_positions and end_positions: the loss is ours
+        "remove_unused_columns": False,  # the collator builds the model's inputs from a row
     },
     figures=("loss", "exact_match", "f1"),
     metrics=("squad",),
-    # A model from scratch has to learn to find a word of the question again in the context, which takes many steps.
+    # A model from scratch has to learn to find words of the question in the context, which takes many steps.
     scratch_defaults={
         "learning_rate": 1e-3,
         "num_train_epochs": 3,

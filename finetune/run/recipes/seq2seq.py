@@ -1,4 +1,4 @@
-"""recipes/seq2seq.py: one text to another, by an encoder with a decoder: summaries, translations, and the like."""
+"""recipes/seq2seq.py: one text to another with an encoder-decoder: summarization, translation, and the like."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from finetune.run.range import AT_LEAST_ONE, RATE, Range
 from finetune.run.recipe import FIGURES_OF_TEXTS, METRICS_OF_TEXTS, USUAL, Recipe
 from finetune.run.task import Task
 
-# Shapes of a T5 from scratch, but for its vocabulary, which is at most `vocab_size`. `small` and `base` are those of
-# arXiv 1910.10683, `tiny` suits two CPU cores.
+# Shapes of a T5 from scratch; its vocabulary has at most `vocab_size` tokens. `small` and `base` are from arXiv
+# 1910.10683, `tiny` suits two CPU cores.
 T5_SIZES: dict[str, dict[str, int]] = {
     "tiny": {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4, "vocab_size": 4_000},
     "small": {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "vocab_size": 16_000},
     "base": {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "vocab_size": 32_000},
 }
-LENGTH = Range(least=2)  # a token, and the end
+LENGTH = Range(least=2)  # a token, and the end of text
 
 
 @dataclass
@@ -44,18 +44,18 @@ class Seq2SeqModelArguments:
     model_size: str = flag(
         "tiny", f"size of a model from scratch: {', '.join(T5_SIZES)}", MODEL, choices=tuple(T5_SIZES)
     )
-    dropout: float | None = flag(None, "of a model from scratch; default: 0.1", MODEL, range=RATE)
+    dropout: float | None = flag(None, "dropout of a model from scratch; default: 0.1", MODEL, range=RATE)
 
 
 @dataclass
 class PairArguments(FileArguments):
-    """What to train on. With none of these, functions of Python's standard library and the first lines of their
-    docstrings are used."""
+    """What to train on. Without these, functions of Python's standard library and the first lines of their docstrings
+    are used."""
 
     source_column_name: str | None = flag(None, "column of the source texts; default: found by its name", ROWS)
     target_column_name: str | None = flag(None, "column of the target texts; default: found by its name", ROWS)
     source_lang: str | None = flag(None, "source language, for `translation` columns and multilingual models", ROWS)
-    target_lang: str | None = flag(None, "target language, likewise", ROWS)
+    target_lang: str | None = flag(None, "target language, for the same", ROWS)
     source_prefix: str | None = flag(None, "text to put before each source, such as 'summarize: '", ROWS)
     max_source_length: int | None = flag(
         None,
@@ -91,8 +91,8 @@ class GeneratedTextArguments:
 
 
 def t5_shape(read: Callable[[str], Any]) -> dict[str, Any]:
-    """The config of the T5 from scratch that flags ask for, which `read` gives the values of, with the largest
-    vocabulary that it may have."""
+    """The config of the T5 from scratch that the flags ask for, with the largest vocabulary that it may have. `read`
+    returns the values of the flags."""
     dropout = read("dropout")
     return {
         "model_type": "t5",
@@ -121,11 +121,12 @@ SEQ2SEQ = Recipe(
     defaults={
         **USUAL,
         "output_dir": "runs/seq2seq",
-        "remove_unused_columns": False,  # the texts stay beside their tokens, and the collator leaves them out
+        "remove_unused_columns": False,  # the texts stay in the rows, and the collator leaves them out
     },
     figures=("loss", "perplexity", "token_accuracy", *FIGURES_OF_TEXTS),
     metrics=METRICS_OF_TEXTS,
-    # A model from scratch wants a higher rate and more rounds than a pretrained one. Of a function its head says most.
+    # A model from scratch needs a higher rate and more epochs than a pretrained one. The sources are short, because the
+    # head of a function says most about it.
     scratch_defaults={
         "learning_rate": 2e-3,
         "num_train_epochs": 3,

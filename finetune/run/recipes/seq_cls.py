@@ -1,4 +1,4 @@
-"""recipes/seq_cls.py: texts, or pairs of texts, to classes or to a number."""
+"""recipes/seq_cls.py: classification or regression of texts, or of pairs of texts."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ SEQ_CLS = Recipe(
     defaults={**USUAL, "output_dir": "runs/seq_cls"},
     figures=("loss", "accuracy", "f1_macro", "matthews", "mse", "pearson", "f1_micro", "subset_accuracy"),
     metrics=("accuracy", "f1", "matthews", "mse", "pearson"),
-    # A model from scratch wants a higher rate and more rounds than a pretrained one.
+    # A model from scratch needs a higher rate and more epochs than a pretrained one.
     scratch_defaults={"learning_rate": 1e-3, "num_train_epochs": 8, "warmup_steps": 0.1},
 )

@@ -1,4 +1,4 @@
-"""recipes/token_cls.py: the words of sentences to tags, and these to entities."""
+"""recipes/token_cls.py: tags words of sentences, and reads entities from the tags."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ TOKEN_CLS = Recipe(
     defaults={**USUAL, "output_dir": "runs/token_cls"},
     figures=("loss", "precision", "recall", "f1", "accuracy"),
     metrics=("entity_f1",),
-    # A model from scratch wants a higher rate than a pretrained one, and many steps: it learns what words mean in the
-    # first epoch, and to look at their neighbours in the second and third.
+    # A model from scratch needs a higher rate than a pretrained one, and many steps: it learns what words mean in the
+    # first epoch, and to look at their neighbors in the second and third.
     scratch_defaults={
         "per_device_train_batch_size": 8,
         "learning_rate": 2e-3,

@@ -25,7 +25,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_named_in_place_of_what_its_r
             yield number
 
     read = []
-    with pytest.raises(RunError, match=r"rows\.txt has changed .* had 80 bytes, and has 2 bytes now"):
+    with pytest.raises(RunError, match=r"rows\.txt has changed .* had 80 bytes, and now has 2 bytes"):
         read += list(unchanged_rows(rows(), UnchangedFiles([file])))
 
 
@@ -49,7 +49,7 @@ def overwrite(file: Path) -> None:
     os.utime(file, (1, 1))
 
 
-@pytest.mark.parametrize(("harm", "said"), [(cut_off, "4,096 bytes now"), (overwrite, "other content now")])
+@pytest.mark.parametrize(("harm", "said"), [(cut_off, "now has 4,096 bytes"), (overwrite, "now has different content")])
 def test_mapped_data_that_is_cut_off_or_written_is_named(
     harm: object, said: str, tokens: np.memmap, tmp_path: Path
 ) -> None:
