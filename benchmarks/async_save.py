@@ -2,11 +2,13 @@ r"""What a save stalls a run by: synchronous, beside the training, and as stock 
 
     python benchmarks/async_save.py                      # 7, 31 and 69 M parameters, 1 rank and 2 under ZeRO-2
     python benchmarks/async_save.py --sizes 4x256 --repeats 7
+    python benchmarks/async_save.py --gpu --sizes 12x768    # one rank on a GPU: async_save_gpu.json
 
 The stall is the time from the call that saves to its return, on the slowest rank. `sync` and `async` are ours, by
 --async_save off and on; `stock` is the stock Trainer's save on one rank, and DeepSpeed's save_checkpoint under ZeRO-2,
 which end while the disk has yet to take the bytes; `dcp` is torch.distributed.checkpoint.async_save of the same states
-(one rank). `memcpy` copies as many bytes as the async save has copied on the fullest rank, into memory that is there.
+(one rank). `memcpy` copies as many bytes as the async save has copied on the fullest rank, into memory that is there,
+from the GPU where there is one into pinned memory.
 `step_during` are the seconds of the steps that follow an async save, while it is written, and `step_alone` of as many
 without one, just before. A checkpoint of `async` is `whole after` so many ms from the call's return on. Writes
 docs/results/async_save.json and its page. Ratios are of each turn's own figures, for other work on the machine slows
@@ -31,16 +33,19 @@ from typing import Any
 from durability_runs import REPO, environment, launcher, rows_of
 from releases import in_words, versions
 
+from finetune.host.hardware import gpu_names
+
 OUT = REPO / "docs" / "results" / "async_save.json"
 KILLS = OUT.with_name("faults_async.jsonl")
 SIZES = ("4x256", "6x512", "8x768")  # layers x hidden size
 LAYOUTS = {"plain": (1, None), "zero2": (2, "zero2")}
 REPEATS, STEPS = 5, 3
 BATCH = 2  # of 128 tokens a rank: a write then lasts for several steps
+ON_GPU = {"plain": LAYOUTS["plain"]}
 MODES = ("sync", "async", "stock", "dcp", "memcpy", "step_alone", "step_during")
 
 
-def built(size: str, deepspeed: str | None, folder: Path, kind: Any) -> Any:
+def built(size: str, deepspeed: str | None, folder: Path, kind: Any, on_gpu: bool) -> Any:
     """A Trainer after two steps, whose optimizer has its states."""
     from saving import CONTEXT, VOCABULARY, Tokens
     from transformers import TrainingArguments, set_seed
@@ -54,7 +59,7 @@ def built(size: str, deepspeed: str | None, folder: Path, kind: Any) -> Any:
     file = str(REPO / "ds_configs" / f"{deepspeed}.json") if deepspeed else None
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=2, per_device_train_batch_size=BATCH, save_strategy="no", report_to=[],
-        save_total_limit=1, disable_tqdm=True, logging_strategy="no", use_cpu=True, deepspeed=file,
+        save_total_limit=1, disable_tqdm=True, logging_strategy="no", use_cpu=not on_gpu, deepspeed=file,
         accelerator_config={"use_configured_state": True} if file else None,
     )  # fmt: skip
     trainer = kind(model=GPTLiteForCausalLM(config), args=arguments, train_dataset=Tokens(64))
@@ -65,7 +70,7 @@ def built(size: str, deepspeed: str | None, folder: Path, kind: Any) -> Any:
 class Rank:
     """One rank's part of a launch."""
 
-    def __init__(self, size: str, deepspeed: str | None, folder: Path) -> None:
+    def __init__(self, size: str, deepspeed: str | None, folder: Path, on_gpu: bool) -> None:
         import torch
         from accelerate import PartialState
         from transformers import Trainer
@@ -75,9 +80,9 @@ class Rank:
         if deepspeed:
             os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
             PartialState(backend="gloo")
-        self.torch, self.folder = torch, folder
-        self.ours = built(size, deepspeed, folder / "ours", FinetuneTrainer)
-        self.stock = None if deepspeed else built(size, None, folder / "stock", Trainer)
+        self.torch, self.folder, self.on_gpu = torch, folder, on_gpu
+        self.ours = built(size, deepspeed, folder / "ours", FinetuneTrainer, on_gpu)
+        self.stock = None if deepspeed else built(size, None, folder / "stock", Trainer, on_gpu)
         beside = self.ours.saves.beside
         beside.choose("on")
         beside.on_train_begin(self.ours.args, self.ours.state, self.ours.control)
@@ -89,11 +94,17 @@ class Rank:
 
     def timed(self, do: Callable[[], Any]) -> float:
         self.torch.distributed.barrier()
+        self.wait_for_gpu()
         begun = time.perf_counter()
         do()
+        self.wait_for_gpu()
         own = self.torch.tensor([time.perf_counter() - begun], dtype=torch_double())
         self.torch.distributed.all_reduce(own, self.torch.distributed.ReduceOp.MAX)
         return float(own)
+
+    def wait_for_gpu(self) -> None:
+        if self.on_gpu:
+            self.torch.cuda.synchronize()
 
     def turn(self, number: int) -> dict[str, Any]:
         """Each mode once; which comes first changes with the turn."""
@@ -136,6 +147,8 @@ class Rank:
 
     def memcpy(self, size: int) -> float:
         one, other = (self.torch.ones(size, dtype=self.torch.uint8) for _ in range(2))
+        if self.on_gpu:
+            one, other = one.cuda(), other.pin_memory()
         return self.timed(lambda: other.copy_(one))
 
     def stocks(self) -> dict[str, Any]:
@@ -175,7 +188,7 @@ def torch_double() -> Any:
 def measure(options: argparse.Namespace) -> None:
     """A launch's ranks; the first writes the rows."""
     size, layout = options.part
-    rank = Rank(size, LAYOUTS[layout][1], options.folder)
+    rank = Rank(size, LAYOUTS[layout][1], options.folder, options.gpu)
     turns = [rank.turn(number) for number in range(options.repeats + 1)][1:]  # the first gets its memory and files
     if rank.ours.is_world_process_zero():
         count = sum(p.numel() for p in rank.ours.model.parameters())
@@ -204,11 +217,17 @@ def render(found: dict[str, Any]) -> str:
         every.append(" | ".join(cells))
     tables = ["\n".join(f"| {line} |" for line in part) for part in (lines, every)]
     measured = {(row["parameters"], row["layout"]) for row in rows}
-    missing = len(SIZES) * len(LAYOUTS) - len(measured)
-    if missing:
+    missing, machine = len(SIZES) * len(LAYOUTS) - len(measured), found.get("machine")
+    if missing and not machine:
         tables[0] += f"\n\n{missing} of the {len(SIZES) * len(LAYOUTS)} sizes and layouts are still to be measured."
     words = {"versions": in_words(found["versions"]), "repeats": found["repeats"]}
-    return PAGE.format(table=tables[0], rows=tables[1], kills=kills(list(rows_of(KILLS))), **words)
+    if machine:
+        words |= {"where": f"one rank on {machine};", "away": "several ranks", "flags": " --gpu"}
+    else:
+        where = "on two CPU cores without a GPU that other work shared: seconds are upper bounds, and"
+        words |= {"where": where, "away": "GPUs", "flags": ""}
+    killed = "" if machine else KILLED.format(kills=kills(list(rows_of(KILLS))))
+    return PAGE.format(table=tables[0], **words) + killed + TURNS.format(rows=tables[1])
 
 
 def kills(rows: list[dict[str, Any]]) -> str:
@@ -229,16 +248,17 @@ def kills(rows: list[dict[str, Any]]) -> str:
 
 PAGE = """# What a save stalls a run by
 
-Medians of {repeats} turns, in ms, on two CPU cores without a GPU that other work shared: seconds are upper bounds, and
+Medians of {repeats} turns, in ms, {where}
 the ratios are medians of those of each turn, with the least and the most. {versions}.
-`python benchmarks/async_save.py` makes this page; its head says what each column is.
+`python benchmarks/async_save.py{flags}` makes this page; its head says what each column is.
 
 {table}
 
-The first save of a run is left out: it gets its memory, and has transformers write the weights once. Not shown: GPUs,
+The first save of a run is left out: it gets its memory, and has transformers write the weights once. Not shown: {away},
 several hosts, FSDP (whose files are written before training goes on, and only hashed and flushed beside it), and
 disks other than this machine's.
-
+"""
+KILLED = """
 ## Kills
 
 `python benchmarks/faults.py --async_save on --runs RUN --kills N --chains 1` kills ranks and launchers by SIGKILL and
@@ -247,7 +267,8 @@ again. Each chain is compared with a run that nobody killed and that saved synch
 faults_async.jsonl.
 
 {kills}
-
+"""
+TURNS = """
 ## Every turn, in ms
 
 {rows}
@@ -268,6 +289,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES))
     parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--gpu", action="store_true", help="one rank, whose model and optimizer are on the GPU")
+    parser.add_argument("--out", type=Path, help="file; default: in docs/results")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured (default: that of temporary files)")
     parser.add_argument("--part", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
@@ -275,19 +298,21 @@ def main() -> None:
     if options.part:
         measure(options)
         return
+    out = options.out or (OUT.with_name("async_save_gpu.json") if options.gpu else OUT)
     rows = []
     for size in options.sizes:
-        for layout, (ranks, _) in LAYOUTS.items():
+        for layout, (ranks, _) in (ON_GPU if options.gpu else LAYOUTS).items():
             with tempfile.TemporaryDirectory(dir=options.folder) as name:
                 words = ["--part", size, layout, "--folder", name, "--rows", f"{name}/rows.json"]
-                words += ["--repeats", str(options.repeats)]
+                words += ["--repeats", str(options.repeats), *(["--gpu"] if options.gpu else [])]
                 command = [*launcher(ranks), __file__, *words]
                 subprocess.run(command, check=True, env=environment(Path(name) / "cache"), stdout=sys.stderr)
                 rows += json.loads(Path(name, "rows.json").read_text())
             print(f"{size} {layout}", flush=True)
             found = {"versions": versions(), "repeats": options.repeats, "rows": rows}
-            OUT.write_text(json.dumps(found, indent=1) + "\n")
-    subprocess.run([sys.executable, str(Path(__file__).with_name("pages.py")), "async_save"], check=True)
+            found |= {"machine": gpu_names()[0]} if options.gpu else {}
+            out.write_text(json.dumps(found, indent=1) + "\n")
+    out.with_suffix(".md").write_text(render(found))
 
 
 if __name__ == "__main__":

@@ -148,7 +148,8 @@ def port() -> str:
 
 def environment(cache: Path) -> dict[str, str]:
     """For a launch: offline, one cache of prepared data, and sums that are always taken in the same order."""
-    given = {"HF_HUB_OFFLINE": "1", "FINETUNE_CACHE": str(cache), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+    path = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
+    given = {"HF_HUB_OFFLINE": "1", "FINETUNE_CACHE": str(cache), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     return {**os.environ, **given}
 
 

@@ -18,6 +18,7 @@ import async_save
 import basics
 import bf16_weights
 import causal_lm
+import causal_lm_gpu
 import causal_lm_parts
 import chat_templates
 import check
@@ -27,8 +28,10 @@ import defaults
 import durability_page
 import faults_changed
 import generate
+import gpu
 import identity_cost
 import images
+import kernel_losses
 import limit_page
 import mutants
 import nothing_silent
@@ -36,6 +39,7 @@ import path_flags
 import pipeline
 import plan
 import plan_public
+import post_training
 import profiling
 import reshard
 import resume_flags
@@ -88,6 +92,18 @@ PAGES: dict[str, Callable[[], str]] = {
     "tasks": _of("tasks", tasks.render),
     "zero_speed": _of("zero_speed", zero_speed.render),
 }
+# By gpu.py, on a machine that has one: they are pages once there are data.
+ON_GPU: dict[str, Callable[[Any], str]] = {
+    "async_save_gpu": async_save.render,
+    "causal_lm_gpu": causal_lm_gpu.render,
+    "gpu": gpu.page,
+    "kernel_losses_gpu": kernel_losses.page,
+    "pipeline_gpu": pipeline.render,
+    "post_training_gpu": post_training.render,
+    "seq_cls_gpu": seq_cls.render,
+    "zero_speed_gpu": zero_speed.render,
+}
+PAGES |= {name: _of(name, render) for name, render in ON_GPU.items() if (RESULTS / f"{name}.json").is_file()}
 
 
 def main() -> None:

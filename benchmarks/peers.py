@@ -26,7 +26,7 @@ class Peers:
     """Runs each of them; `imports` is what each imports before it reads a row, by its name."""
 
     def __init__(self, scratch: Path, imports: Mapping[str, str], on_gpu: bool) -> None:
-        self.scratch, self.count = scratch, 0
+        self.scratch, self.count, self.on_gpu = scratch, 0, on_gpu
         self.held = {name: 0.0 if on_gpu else self._held(words) for name, words in imports.items()}
 
     def folder(self) -> Path:
@@ -52,7 +52,8 @@ class Peers:
         return self._figures(name, found["step_seconds"], found["peak_bytes"])
 
     def run(self, *words: str) -> str:
-        env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPO)}
+        path = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
         done = subprocess.run([sys.executable, *words], cwd=REPO, env=env, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{' '.join(words)}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}")

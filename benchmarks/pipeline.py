@@ -25,6 +25,8 @@ from pathlib import Path
 
 from spread import spread
 
+from finetune.measure.processes import DEEPSPEED, started
+
 REPO = Path(__file__).resolve().parents[1]
 OUT = REPO / "docs" / "results"
 ACCUMULATIONS = (1, 2, 4, 8, 16)
@@ -203,8 +205,8 @@ def recipe(name: str, folder: Path, *words: str) -> dict:
     """The closing figures of a recipe on one rank."""
     flags = [*words, "--output_dir", str(folder), "--max_steps", "25", "--eval_strategy", "no", "--do_eval", "False"]
     flags += ["--save_strategy", "no", "--sample_tokens", "0", "--max_train_samples", "60"]
-    deepspeed = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "1", "--master_port", "29611"]
-    done = subprocess.run([*deepspeed, f"recipes/{name}.py", *flags], cwd=REPO, capture_output=True, text=True)
+    command = [*started(DEEPSPEED, 1), f"recipes/{name}.py", *flags]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
     found = json.loads((folder / "train_results.json").read_text())
@@ -252,7 +254,9 @@ RANK_PARTS = {
 
 def render(results: dict) -> str:
     middle = statistics.median
-    lines = ["# Pipeline: what it costs", "", f"`python benchmarks/pipeline.py`; {results['machine']}; fp32.", ""]
+    command = f"python benchmarks/pipeline.py{results.get('flags', '')}"
+    setting = f"`{command}`; {results['machine']}; {results.get('precision', 'fp32')}."
+    lines = ["# Pipeline: what it costs", "", setting, ""]
     if found := results.get("efficiency"):
         width, turns = SHAPE["hidden_size"], len(next(iter(found.values()))["one_stage"])
         lines += [
@@ -339,6 +343,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--gpu", action="store_true", help="one GPU: one stage against the Trainer, in bf16")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder")
     parser.add_argument("--rank_part", help=argparse.SUPPRESS)
     parser.add_argument("numbers", nargs="*", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -346,7 +351,7 @@ def main() -> None:
         RANK_PARTS[options.rank_part](*options.numbers)
         return
     name = "pipeline_gpu" if options.gpu else "pipeline"
-    path = OUT / f"{name}.json"
+    path = options.out / f"{name}.json"
     results = json.loads(path.read_text()) if path.is_file() else {}
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "deepspeed"))
     results["machine"] = f"{platform.machine()}, {os.cpu_count()} CPU cores; {versions}"
@@ -355,7 +360,7 @@ def main() -> None:
 
         if not torch.cuda.is_available():
             raise SystemExit("error: torch sees no GPU, which --gpu measures. Drop it to measure on the CPU.")
-        results["machine"] = f"{torch.cuda.get_device_name()}; {versions}"
+        results |= {"machine": f"{torch.cuda.get_device_name()}; {versions}", "precision": "bf16", "flags": " --gpu"}
         size = ("--model_size", "small", "--learning_rate", "6e-4", "--bf16", "True", "--tokenizer", "byte")
         results["one_stage"] = one_stage(size)
     else:

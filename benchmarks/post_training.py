@@ -2,10 +2,11 @@
 blocks, batch and threads, in full and by LoRA.
 
     python benchmarks/post_training.py                                     # two CPU cores, about twelve minutes
-    python benchmarks/post_training.py --model FOLDER --batch 1 --block_size 2048 --bf16 --kinds lora   # a GPU
+    python benchmarks/post_training.py --shape 8b --batch 1 --block_size 2048 --bf16 --kinds lora    # a GPU of 80 GB
 
 How turns and memory are counted, peers.py says. Without --model a Llama of 4 layers and 256 dimensions is made, with a
-BPE of 8,192 tokens trained on Python's reference manual: as many tokens for each dimension as Llama-3-8B has.
+BPE of 8,192 tokens trained on Python's reference manual: as many tokens for each dimension as Llama-3-8B has. With
+--shape 8b it is a model as large as that one, in bf16, with random weights and the same BPE.
 """
 
 from __future__ import annotations
@@ -34,6 +35,16 @@ TEMPLATE = (
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+SHAPES: dict[str, dict[str, Any]] = {
+    "small": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "max_position_embeddings": 2048, "vocab_size": 8192},
+    # https://huggingface.co/meta-llama/Meta-Llama-3-8B, config.json
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "max_position_embeddings": 8192, "vocab_size": 128_256},
+}  # fmt: skip
+NAMES = {"small": "A Llama of 4 layers, 256 dimensions and 8,192 tokens", "8b": "A Llama of Llama-3-8B's shape"}
+NOT_SHOWN = """ What it does not show: a GPU, where flash attention
+and fused kernels change both; and models whose vocabulary is small beside their width."""
 PEERS = {"TRL": "nll", "TRL, its chunked loss": "chunked_nll"}
 IMPORTS = {  # what each peer imports before it reads a row
     OURS: "torch, transformers, datasets, accelerate, peft, finetune.training.chapters, finetune.training.start",
@@ -41,12 +52,12 @@ IMPORTS = {  # what each peer imports before it reads a row
 }
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder: Path, shape: str = "small") -> None:
     from pydoc_data.topics import topics
 
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -56,10 +67,14 @@ def make_model(folder: Path) -> None:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    shape: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    LlamaForCausalLM(LlamaConfig(vocab_size=8192, **shape, **ends)).save_pretrained(folder)
+    is_large = shape != "small"  # where a CPU would draw weights for minutes
+    with torch.device("cuda" if is_large and torch.cuda.is_available() else "cpu"):
+        dtype = torch.bfloat16 if is_large else torch.float32
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES[shape], **ends), dtype=dtype)
+    model.save_pretrained(folder)
+    del model
+    torch.cuda.empty_cache()  # the runs are other processes on the same GPU
 
 
 def make_chats(path: Path) -> None:
@@ -88,7 +103,7 @@ class Bench:
         self.options, self.peers = options, Peers(scratch, IMPORTS, options.gpu)
         self.model, self.chats = options.model or scratch / "model", scratch / "chats.jsonl"
         if not options.model:
-            make_model(self.model)
+            make_model(self.model, options.shape)
         make_chats(self.chats)
 
     def turn(self, kind: str) -> dict[str, dict[str, float]]:
@@ -123,8 +138,7 @@ def render(found: dict[str, Any]) -> str:
         lines += [row.replace("| ", f"| {kind}: ", 1) for row in rows_of([turn[kind] for turn in found["turns"]], {})]
     lines += [
         "",
-        "Medians, with the smallest and the largest in brackets. What it does not show: a GPU, where flash attention",
-        "and fused kernels change both; and models whose vocabulary is small beside their width.",
+        "Medians, with the smallest and the largest in brackets." + ("" if setting["on_gpu"] else NOT_SHOWN),
         "",
     ]
     return "\n".join(lines)
@@ -133,6 +147,7 @@ def render(found: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder; default: a small Llama made here")
+    parser.add_argument("--shape", default="small", choices=list(SHAPES), help="of the model that is made")
     parser.add_argument("--kinds", nargs="*", default=["full", "lora"], choices=["full", "lora"])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=15)
@@ -149,7 +164,8 @@ def main() -> None:
         "command": "python benchmarks/post_training.py" + " ".join(["", *sys.argv[1:]]),
         "machine": machine,
         "versions": in_words(versions()) + f", trl {version('trl')}, peft {version('peft')}",
-        "model": options.model or "A Llama of 4 layers, 256 dimensions and 8,192 tokens",
+        "on_gpu": options.gpu,
+        "model": options.model or NAMES[options.shape],
         **{name: getattr(options, name) for name in ("batch", "block_size", "steps", "bf16")},
     }
     turns = []

