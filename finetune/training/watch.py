@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,14 @@ from torch import distributed
 
 from finetune.training.checkpoints.writing import every
 from finetune.training.guards.memory import advice, oom_kills
-from finetune.training.guards.pulse import HURRIED_SECONDS, MEND, QUIET_RANKS_WAIT_SECONDS, Pulse, begin_pulse
+from finetune.training.guards.pulse import (
+    HEARD_SECONDS,
+    HURRIED_SECONDS,
+    MEND,
+    QUIET_RANKS_WAIT_SECONDS,
+    Pulse,
+    begin_pulse,
+)
 from finetune.training.interruption import StopOnSignal
 
 POLL_SECONDS = 0.2
@@ -66,6 +73,9 @@ def watching(
         yield pulse.tick if pulse else lambda: None
     except Exception as error:
         _wait_for_words(error, peers, pulse)
+        if pulse:  # this rank reports its own error; a launcher may reap it before the others see how it ended
+            pulse.leave()
+            time.sleep(HEARD_SECONDS)
         raise
     finally:
         if pulse:
@@ -102,7 +112,7 @@ def _watch(
     while not done.is_set():
         woken, _, _ = select.select([reader], [], [], POLL_SECONDS)
         told_to_end |= bool(woken) and signal.SIGTERM in os.read(reader, 4096)
-        dead = {} if done.is_set() else peers.dead()
+        dead = {} if done.is_set() else peers.dead(pulse.has_left() if pulse else ())
         if dead:
             living = min(set(peers.pids) - set(dead))
             if pulse and pulse.has_spoken:
@@ -148,10 +158,10 @@ class _Peers:
     def all_run(self) -> bool:
         return all(_state(pid) == RUNS for pid in self.pids.values())
 
-    def dead(self) -> dict[int, str]:
-        """Maps dead ranks to what happened to them."""
+    def dead(self, left: Iterable[int] = ()) -> dict[int, str]:
+        """Maps dead ranks to what happened to them, except those that have `left` with a message of their own."""
         states = {rank: _state(pid) for rank, pid in self.pids.items()}
-        self.ended |= {rank for rank, state in states.items() if state == ENDED}
+        self.ended |= {*left, *(rank for rank, state in states.items() if state == ENDED)}
         return {rank: state for rank, state in states.items() if state in (KILLED, GONE) and rank not in self.ended}
 
 

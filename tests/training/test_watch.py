@@ -30,3 +30,12 @@ def test_only_a_process_that_a_signal_ended_is_spoken_of() -> None:
     for process in (killed, ended):
         process.wait()  # as a launcher does: now nothing is left of either
     assert peers.dead() == {1: GONE}
+
+
+def test_a_rank_that_told_the_others_that_it_leaves_is_not_spoken_of_even_if_nobody_saw_how_it_ended() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+    ended.wait()
+    peers = _Peers({0: os.getpid(), 1: ended.pid})
+    assert peers.dead() == {1: GONE}
+    assert peers.dead({1}) == {}
+    assert peers.dead() == {}, "it is remembered"

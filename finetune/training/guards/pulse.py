@@ -27,6 +27,7 @@ BEAT_SECONDS = 1.0
 SUSPENDED_SECONDS = 3 * BEAT_SECONDS  # a longer lap means that the process (a suspended job) or its host was stopped
 STORE_SECONDS = 5.0  # how long a rank waits for the store at its start and at its end
 QUIET_RANKS_WAIT_SECONDS = 5.0  # so that the reporting rank has printed before a launcher ends it
+HEARD_SECONDS = 1.5 * BEAT_SECONDS  # until the others have read that a rank has left
 HURRIED_SECONDS = 6.0  # once a transfer has failed, some rank is gone: no need to be patient
 VERDICT = "verdict"
 BLAME = "--hang_blame True would end it; --ddp_timeout does in any case."
@@ -81,6 +82,10 @@ class Pulse(threading.Thread):
         """Stop: from here on, nobody waits for this rank."""
         self.leaving.set()
         self.join(2 * STORE_SECONDS)
+
+    def has_left(self) -> set[int]:
+        """The ranks known to have ended by themselves."""
+        return {rank for rank, beat in list(self.seen.items()) if beat.has_left}
 
     def run(self) -> None:
         self.movement.watchers.add(threading.get_native_id())

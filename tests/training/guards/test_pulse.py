@@ -106,6 +106,16 @@ def test_a_rank_that_stands_still_is_named_each_time_and_the_run_goes_on_when_it
     assert ranks.processes[1].wait(60) == 1
 
 
+@pytest.mark.nightly  # waits
+def test_a_rank_that_fails_and_is_reaped_at_once_is_not_also_reported_as_gone(ranks: Ranks) -> None:
+    (ranks.folder / "fail").touch()
+    assert ranks.processes[0].wait(60) == 1  # the test is the parent: the process is gone when this returns
+    time.sleep(3)
+    said = ranks.said()
+    assert any("an error of its own" in line for line in said)
+    assert not [line for line in said if "is gone" in line], said
+
+
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
