@@ -80,7 +80,7 @@ def changes_of(text):
     try:
         changes = json.loads(text)
     except ValueError as error:
-        raise RequestError(f"--model_changes {text}: is no JSON ({error}).") from error
+        raise RequestError(f"--model_changes {text}: is not valid JSON ({error}).") from error
     if not isinstance(changes, dict):
         raise RequestError(f'--model_changes {text}: give an object, such as {{"layers": 4}}.')
     return changes

@@ -58,7 +58,7 @@ def load_metrics(
         except Exception as error:  # a user's metric may raise anything
             fit = [one for one in METRICS if _fits(_open(one, config, said), sample)] if name in METRICS else []
             if fit:
-                raise RequestError(f"{said}: is not for a {task}. Of ours {', '.join(fit)} are: give some.") from error
+                raise RequestError(f"{said}: is not for {task}. Available are {', '.join(fit)}.") from error
             raise RequestError(
                 f"{said}: fails on rows of a {task}: {_told(error, name)} Leave it out, or fix it."
             ) from error

@@ -145,7 +145,7 @@ def _is_asked(session: Session) -> bool:
     """Whether a teacher is used; with a weight of 0 the run is the same as without one."""
     asked = session[DistillArguments]
     if asked.teacher and not asked.distill_alpha:
-        session.say("note: --distill_alpha is 0: the teacher has no say, and is not loaded")
+        session.say("note: --distill_alpha is 0: the teacher has no effect, and is not loaded")
     if not (asked.teacher and asked.distill_alpha and session.training.do_train):
         return False
     session.say(f"teacher: {asked.teacher}, alpha {asked.distill_alpha:g}, temperature {asked.distill_temperature:g}")

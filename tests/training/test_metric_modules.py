@@ -151,16 +151,16 @@ def test_a_metric_that_takes_weights_gives_the_figures_of_a_pipelines_sums(tmp_p
 
 def test_a_metric_of_another_task_is_refused() -> None:
     with pytest.raises(
-        RequestError, match=r"--metrics matthews: is not for a multi label classification\. Of ours accuracy, f1 are"
+        RequestError, match=r"--metrics matthews: is not for multi label classification\. Available are accuracy, f1"
     ):
         metrics_for(Labels(MULTI_LABEL, ("a", "b")), ["matthews"])
-    with pytest.raises(RequestError, match=r"accuracy: is not for a token classification\. Of ours entity_f1 are"):
+    with pytest.raises(RequestError, match=r"accuracy: is not for token classification\. Available are entity_f1"):
         metrics_for(Labels(TOKENS, ("O", "B-x", "I-x")), ["accuracy"])
 
 
 def test_classes_are_not_made_of_numbers_by_cutting_them() -> None:
     for name in ("accuracy", "f1", "matthews"):
-        with pytest.raises(RequestError, match=f"{name}: is not for a regression. Of ours mse, pearson are"):
+        with pytest.raises(RequestError, match=f"{name}: is not for regression. Available are mse, pearson"):
             metrics_for(Labels("regression", ()), [name])
 
 
