@@ -35,7 +35,7 @@ SETTINGS = {
     "README.md": ["Python 3.10 to 3.13", "the tests hold them to 1%"],
     "docs/install.md": ["torch 2.13, transformers 5.23 and DeepSpeed 0.19", "3.10", "3.11", "3.12", "3.13", "3.14"],
     "ds_configs/README.md": [
-        "has ZeRO-1 at 0.35 of DDP",
+        "ZeRO-1 reaches 0.35 of DDP",
         "1.0",
         "8 of 16 bytes",
         "4.5 x",
@@ -46,20 +46,20 @@ SETTINGS = {
     ],
     "CONTRIBUTING.md": ["more than half a minute", "must catch 95%"],
     "docs/bench.md": ["2,048 of 256", "2 ms", "95%", "0.05"],
-    "docs/causal_lm.md": ["(1e-3, 6e-4, 3e-4)"],
+    "docs/causal_lm.md": ["(1e-3, 6e-4 and 3e-4 respectively)"],
     # defaults of flags, ours and theirs
     "docs/coming_from.md": ["0.05", "2e-5", "5e-5", "0.1", "2 x", "8 bits", "0.7", "0.3"],
     "docs/quickstart.md": ["24 GB"],
     "docs/support.md": ["to 1e-5"],  # the bound of tests/runs/test_reshard_runs.py
     "docs/data.md": ["a Jaccard similarity of 0.8 or more"],
     "docs/check.md": ["twice", "half", "1.0", "4.46", "4.47", "0.16", "8.0"],
-    "docs/checkpoints.md": ["the last 4 MiB are compared", "64 MiB", "half", "256 MiB", "two minutes", "90 s"],
+    "docs/checkpoints.md": ["last 4 MiB are compared", "64 MiB", "half", "256 MiB", "two minutes", "90 s"],
     "docs/compression.md": [
         *("1,000 steps for 0.999", "100 for 0.99", "15% to 20% of runs of 150,000 steps", "and at a quarter 28%"),
         *("Default: half.", "with half of the steps compressed", "1905.13727", "2102.02888", "1/25.6"),
         *("40 MB", "1.6 MB", "0.1 s", "38.4 MB", "3 s shorter"),  # an example, by the formula
     ],
-    "docs/faults.md": ["0.2 s", "40 s", "1 KiB", "64 KiB plus 4 KiB", "45 s", "twice"],
+    "docs/faults.md": ["0.2 s", "40 s", "1 KiB", "64 KiB, plus 4 KiB", "half an hour", "45 s", "twice"],
     "docs/images.md": ["3 x side", "7 GiB", "50,000 of 224 x", "half", "32 x", "224 x", "1803.08494"],
     "docs/launch.md": ["30 seconds", "2.13", "64 MB", "which pip orders before 2.6", "from 25.03 on"],
     "docs/pipeline.md": ["half", "1e-4", "1e-5"],
@@ -97,7 +97,7 @@ SETTINGS = {
         "2405.14734",
         "2307.09288",
     ],
-    "docs/profiling.md": ["(0.9 M parameters)", "A part of 5%", "twice", "half"],
+    "docs/profiling.md": ["(0.9 M parameters)", "took 5% of the step", "twice", "half"],
     "docs/reshard.md": ["2 x 8 x 1", "(16 x 4) is 0.5", "8 x 1 x 4", "0.4 MiB", "in 0.1 s"],
     "docs/seq_cls.md": ["also written 1.0", "Metrics during training use 0.5"],
     "docs/token_cls.md": ["transformers 5.23"],
@@ -138,7 +138,7 @@ def claims() -> Iterator[tuple[str, str]]:
         statistics.median(a / b for a, b in zip(rates["ours"], rates["plain"], strict=True))
         for rates in json.loads((RESULTS / "generate.json").read_text())["kinds"].values()
     )
-    yield "docs/generate.md", f"{uneven:.2f} times a plain loop's speed where lengths differ, and {alike:.2f} times"
+    yield "docs/generate.md", f"{uneven:.2f} times a plain loop's speed where lengths differ, and at {alike:.2f} times"
     yield from slow_networks()
     found = json.loads((RESULTS / "profiling.json").read_text())["layouts"]["zero2"]
     share = found["mean_seconds"]["communication"] / found["step_seconds"]
@@ -146,11 +146,11 @@ def claims() -> Iterator[tuple[str, str]]:
     kept, lost = shares_of_masters()
     yield (
         "docs/lora.md",
-        f"Kahan summation achieved {kept:.1%} of the drop in held-out loss, and pure bf16 {lost:.0%}",
+        f"achieved {kept:.1%} of the drop in held-out loss that master weights achieved, and pure bf16 {lost:.0%}",
     )
     passes = json.loads((RESULTS / "limit.json").read_text())["jobs"]["char"]["attention"]
     faster = statistics.median(a / b for a, b in zip(passes["sdpa"], passes["eager"], strict=True))
-    yield "docs/causal_lm.md", f"takes {faster:.1f} times as long with the default"
+    yield "docs/causal_lm.md", f"takes {faster:.1f} times as long, on one thread"
     stages = (2, 4, 8)
     for micro in (1, 4, 8, 16, 32):
         yield "docs/pipeline.md", f"| {micro} | " + " | ".join(f"{micro / (micro + n - 1):.0%}" for n in stages) + " |"
@@ -168,18 +168,24 @@ def why_this() -> Iterator[tuple[str, str]]:
     assert all(row["ours"] for row in found["faults"])
     yield (
         "README.md",
-        f"of {len(tried)} faults, the Trainer trains with {quiet} without an error, and refuses the others "
+        f"of {len(tried)} faults, the Trainer trains on with {quiet}, without an error, and refuses the others "
         f"after {later:.0f} s",
     )
     yield "README.md", f"names them all in {statistics.median(found['cold_seconds']):.2f} s"
     planned = [plan.Row(**row) for row in json.loads((RESULTS / "plan.json").read_text())["rows"]]
     errors = [abs(row.error(row.peak)) for row in planned]
-    yield "README.md", f"median {statistics.median(errors):.2%}, worst {max(errors):.2%}, of {len(errors)} CPU runs"
+    yield (
+        "README.md",
+        f"is off by {statistics.median(errors):.2%} (median) and {max(errors):.2%} (worst) over {len(errors)} CPU runs",
+    )
     estimates = [1 - row.estimator / row.peak[1] for row in planned if row.estimator is not None]
     yield "README.md", f"is {statistics.median(estimates):.0%} below the measured peak"
     data = json.loads((RESULTS / "plan_public.json").read_text())
     on_t4 = [abs(plan_public.on_t4(row, data["models"][row["model"]]) / row["mib"] - 1) for row in data["t4"]]
-    yield "README.md", f"{statistics.median(on_t4):.1%} and {max(on_t4):.1%} of {len(on_t4)} published on a T4"
+    yield (
+        "README.md",
+        f"by {statistics.median(on_t4):.1%} and {max(on_t4):.1%} over {len(on_t4)} published measurements on a T4",
+    )
     chats = json.loads((RESULTS / "chat_templates.json").read_text())
     every, templates = sum(row["conversations"] for row in chats), {row["template"] for row in chats}
     assert all(row["exact"] == row["conversations"] for row in chats)
@@ -197,14 +203,14 @@ def durability() -> Iterator[tuple[str, str]]:
     assert torn >= 60
     yield (
         "README.md",
-        f"of {len(kills)} kills, {aimed} aimed at saves, all resumed, and all {len(chains)} chains of runs "
-        "ended bit-identical",
+        f"after each of {len(kills)} kills, {aimed} of them aimed at saves, the run resumed, and all {len(chains)} "
+        "chains of killed and resumed runs ended bit-identical",
     )
     alone = sum(not row["failures"] for row in stock)
-    yield "README.md", f"of {len(stock)} kills of the stock stack, all aimed at saves, {alone} resumed without help"
+    yield "README.md", f"after {len(stock)} kills of the stock stack, all aimed at saves, {alone} runs resumed"
     moves = json.loads((RESULTS / "reshard.json").read_text())["moves"]
     loss, norm = (max(move["apart"][i] for move in moves if move["precision"] == "fp32") for i in (0, 1))
-    yield "README.md", f"in fp32 with the losses of the uninterrupted run to {above(loss)}"
+    yield "README.md", f"in fp32, its losses match those of the uninterrupted run to {above(loss)}"
     yield "docs/reshard.md", f"in fp32 losses to {above(loss)} and gradient norms to {above(norm)}"
 
 
@@ -246,7 +252,7 @@ def slow_networks() -> Iterator[tuple[str, str]]:
     counted = {cell["hook"]: cell["counted_bytes"] for cell in found["link"]["cells"]}
     share = counted["onebit_adam"] / counted["none"]
     yield document, f"1/2 + 1/2 · 1/{1 / share:.1f} = {0.5 + 0.5 * share:.0%} of plain DDP's"
-    yield document, f"about {1 / (0.5 + 0.5 / bits):.1f} times, where the step is {bits:.1f} times as fast"
+    yield document, f"about {1 / (0.5 + 0.5 / bits):.1f} times as fast, while such a step is {bits:.1f} times"
     yield document, f"PowerSGD's step {low_rank:.1f} times"
     (runs,) = found["accuracy"]["causal_lm"].values()
     yield document, f"{runs['onebit_adam']['eval_loss'] / runs['none']['eval_loss'] - 1:.1%} above AdamW's"
