@@ -147,6 +147,13 @@ def _plan_options(command: argparse.ArgumentParser) -> None:
         "the run's own; 0: any)")  # fmt: skip
     add("--layouts", nargs="+", metavar="NAME", help="shipped configs to choose from (default: all)")
     add("--no_search", action="store_true", help="plan only this run, without searching for a better layout")
+    asks = command.add_mutually_exclusive_group().add_argument
+    asks("--longest", action="store_true", help="find the longest block or text that fits")
+    asks("--largest_batch", action="store_true", help="find the largest batch per rank that fits")
+    asks("--largest_model", action="store_true", help="find the largest known model that fits")
+    asks("--deadline", type=float, metavar="HOURS", help="find the smallest cluster that finishes --max_steps in HOURS")
+    add("--price_per_gpu_hour", type=float, metavar="X", help="print the run's cost, and an upper bound on its energy")
+    add("--one_more_gpu", action="store_true", help="print what adding one GPU changes")
     add("--params_per_layer", type=int, metavar="N", help="for a model of an unknown family")
     add("--json", action="store_true", help="bytes and seconds, for another program")
     add("--html", metavar="FILE", help="one page with pictures")

@@ -11,17 +11,19 @@ from typing import Any
 from finetune.api.html import block, table_of
 from finetune.api.words import words_of
 from finetune.cli import parser
-from finetune.commands.plan import as_json, layouts_of, plan_of
+from finetune.commands.plan import Outcome, as_json, layouts_of, plan_of
 from finetune.errors import RequestError
 from finetune.plan.mends import ways_out
 from finetune.plan.plan import Plan
 from finetune.plan.search import Found
+from finetune.report.plan_answers import show_answer
 from finetune.report.plan_tables import layout_table, memory_table, show, step_table
 from finetune.report.plan_words import headline, more_words, rank_kinds, verdict
 from finetune.run.choose import recipes
 
 TEXT_WIDTH = 120
 MOST_LAYOUTS = 5  # in a notebook
+SWITCHES = ("longest", "largest_batch", "largest_model", "one_more_gpu")
 
 
 @dataclass(frozen=True)
@@ -36,16 +38,18 @@ class Planned:
     limit_bytes: int
     step_seconds: float
     samples_per_second: float
+    outcome: Outcome = field(repr=False)  # includes `answer`, `cost` and `one_more`
 
     def to_dict(self) -> dict[str, Any]:
         """What `finetune plan --json` prints."""
-        return as_json(self.plan, self.layouts, list(self.notes))
+        return as_json(self.outcome, self.layouts)
 
     def __str__(self) -> str:
         from rich.console import Console
 
         text = io.StringIO()
         console = Console(file=text, width=TEXT_WIDTH)
+        show_answer(self.outcome.answer, self.outcome.lines, console)
         show(self.plan, self.layouts, [] if self.fits else ways_out(self.plan, self.layouts), self.notes, console)
         return text.getvalue()
 
@@ -54,7 +58,8 @@ class Planned:
         tables = [table_of(memory_table(self.plan, rank_kinds(self.plan)[:2])), table_of(step_table(self.plan))]
         if self.layouts is not None and self.layouts.fitting:
             tables.append(table_of(layout_table(self.plan, self.layouts), MOST_LAYOUTS))
-        return block(headline(self.plan), [verdict(self.plan), *more_words(self.plan), *notes], *tables)
+        lines = [*self.outcome.lines, verdict(self.plan), *more_words(self.plan), *notes]
+        return block(headline(self.plan), lines, *tables)
 
 
 def plan(
@@ -72,8 +77,8 @@ def plan(
 ) -> Planned:
     """Memory per rank and time per step of a run, which need not be possible on this machine; without torch. `target`
     is a recipe, such as "causal_lm", a recipe's YAML, or a model: its folder, its config.json, or a known name such as
-    "gpt2". `model` names a model if `target` is a recipe. `flags` are the recipe's. With `search` False, no other
-    layouts are searched.
+    "gpt2". `model` names a model if `target` is a recipe. `flags` are the recipe's, and those of questions:
+    `longest=True`, `deadline=8`, `price_per_gpu_hour=2`. With `search` False, no other layouts are searched.
 
     Raises RequestError."""
     target, model = (None if one is None else str(one) for one in (target, model))
@@ -90,10 +95,11 @@ def plan(
         "params_per_layer": params_per_layer,
     }
     named = target or model
+    switched = [f"--{name}" for name in SWITCHES if flags.pop(name, False)] + ([] if search else ["--no_search"])
     # The target comes first: after a flag that takes several values it would be one of them.
-    asked = parser().parse_args(["plan", *([named] if named else []), *words_of({**options, **flags})])
-    found, _, notes, limits = plan_of(asked)
-    seconds = found.seconds
-    searched = layouts_of(found, limits) if search else None
+    asked = parser().parse_args(["plan", *([named] if named else []), *switched, *words_of({**options, **flags})])
+    outcome = plan_of(asked)
+    found, seconds = outcome.plan, outcome.plan.seconds
+    searched = layouts_of(outcome) if search else None
     figures = (found.fits, found.peak_bytes, found.limit_bytes, seconds.total, seconds.samples_per_second)
-    return Planned(found, searched, tuple(notes), *figures)
+    return Planned(found, searched, tuple(outcome.notes), *figures, outcome)

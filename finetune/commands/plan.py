@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError
+from finetune.plan import questions
+from finetune.plan.cost import Cost, cost_of, one_more_of, speedup_of
+from finetune.plan.deadline import smallest_cluster
 from finetune.plan.from_run import job_of
 from finetune.plan.job import Job
+from finetune.plan.largest import Answer
 from finetune.plan.machine import Machine, find_machine
 from finetune.plan.mends import ways_out
 from finetune.plan.notes import notes as notes_of
 from finetune.plan.plan import Plan, plan
+from finetune.plan.questions import BATCH, DEADLINE, LONGEST, MODEL, OPEN
 from finetune.plan.run_model import SHAPING, described, with_kept_model
-from finetune.plan.search import LAYOUTS, Found, Limits, scaling, search
+from finetune.plan.search import LAYOUTS, Candidate, Found, Limits, scaling, search
+from finetune.report.plan_answers import lines_of, show_answer
 from finetune.run.files import RUN_RECORD
 from finetune.run.launch import Launch
 from finetune.run.run import Run
@@ -35,7 +42,8 @@ def run(asked: argparse.Namespace) -> int:
         disk = asked.flags.get("nvme_path")
         calibrate(Path(asked.calibrate), asked.ranks, nvme_path=Path(disk[0]) if disk else None)
         return 0
-    found, config, notes, limits = plan_of(asked)
+    outcome = plan_of(asked)
+    found = outcome.plan
     if asked.estimator:
         from finetune.measure.estimator import show as show_estimates
 
@@ -43,13 +51,13 @@ def run(asked: argparse.Namespace) -> int:
     if asked.verify:
         from finetune.measure.start import verify
 
-        return verify(found, config)
-    layouts = None if asked.no_search else layouts_of(found, limits)
+        return verify(found, outcome.config)
+    layouts = None if asked.no_search else layouts_of(outcome)
     if asked.autotune and layouts is not None:
         from finetune.measure.start import autotune
 
         layouts = autotune(layouts, asked.autotune)
-    _say(asked, found, layouts, notes)
+    _say(asked, outcome, layouts)
     if asked.write:
         from finetune.plan.write import write
 
@@ -57,27 +65,78 @@ def run(asked: argparse.Namespace) -> int:
     return 0 if found.fits or (layouts and layouts.fitting) else 1
 
 
-def plan_of(asked: argparse.Namespace) -> tuple[Plan, dict[str, Any] | None, list[str], Limits]:
-    """The plan, its DeepSpeed config, notes on it, and the limits of a search for other layouts. Raises
-    RequestError."""
-    if not asked.target and not asked.recipe and not asked.flags:
+@dataclass(frozen=True)
+class Outcome:
+    """A plan, its DeepSpeed config, notes on it, and the limits of a search for other layouts. If a question was asked,
+    `plan` is the plan of its `answer`."""
+
+    plan: Plan
+    config: dict[str, Any] | None
+    notes: list[str]
+    limits: Limits
+    answer: Answer | None = None
+    cost: Cost | None = None
+    one_more: Plan | None = None
+
+    @property
+    def lines(self) -> list[str]:
+        """What is printed first: the answer, the cost, and the effect of one more GPU."""
+        return lines_of(self.plan, self.answer, self.cost, self.one_more)
+
+
+def plan_of(asked: argparse.Namespace) -> Outcome:
+    """The plan of what the flags ask for. Raises RequestError."""
+    question = next((name for name in OPEN if getattr(asked, name)), None)
+    if not asked.target and not asked.recipe and not asked.flags and question != MODEL:
         raise RequestError(
             "nothing to plan. Give a recipe's YAML, a model's folder or config.json, or a known name such as gpt2."
         )
-    _check(asked)
+    _check(asked, question)
     machine = _machine(asked.gpu)
     planned, notes = _run(asked, machine)
-    job, config, more = job_of(planned, machine, asked.params_per_layer)
+    if question == MODEL:
+        config, known = None, _known_models(asked, planned, machine)
+        job = next(iter(known.values()))[0]
+    else:
+        planned = questions.small(planned) if question in (LONGEST, BATCH) else planned
+        job, config, more = job_of(planned, machine, asked.params_per_layer)
+        notes += more
     limits = _limits(asked, job, any(name in planned.given for name in ("bf16", "fp16")))
-    return plan(job, machine), config, [*notes, *more, *notes_of(job)], limits
+    answer, among = None, None
+    if question in (LONGEST, BATCH, MODEL):
+        among = questions.allowed(planned, limits, bool(asked.layouts), asked.no_search)
+    if question == MODEL:
+        answer = questions.largest_model({name: job for name, (job, _) in known.items()}, machine, among)
+        notes = known[str(answer.found)][1]
+    elif question == LONGEST:
+        answer = questions.longest(planned, machine, among, asked.params_per_layer)
+    elif question == BATCH:
+        answer = questions.largest_batch(job, machine, among)
+    elif question == DEADLINE:
+        answer = smallest_cluster(job, machine, limits, planned.value("max_steps"), asked.deadline)
+    found = plan(job, machine) if answer is None else answer.plan
+    price = asked.price_per_gpu_hour
+    cost = None if price is None else cost_of(found, price, planned.value("max_steps"))
+    one_more = one_more_of(found) if asked.one_more_gpu else None
+    return Outcome(found, config, [*notes, *notes_of(found.job)], limits, answer, cost, one_more)
 
 
-def layouts_of(found: Plan, limits: Limits) -> Found:
-    return search(found.job, found.machine, limits)
+def layouts_of(outcome: Outcome) -> Found | None:
+    """None if a question was asked: its answer has already searched the layouts."""
+    return None if outcome.answer else search(outcome.plan.job, outcome.plan.machine, outcome.limits)
 
 
-def _check(asked: argparse.Namespace) -> None:
+def _known_models(asked: argparse.Namespace, planned: Run, machine: Machine) -> dict[str, tuple[Job, list[str]]]:
+    def described(name: str) -> tuple[Run, list[str]]:
+        flags = {**asked.flags, "model_name_or_path": [name]}
+        return _run(argparse.Namespace(**{**vars(asked), "flags": flags, "recipe": planned.recipe.name}), machine)
+
+    return questions.known_models(described, machine, asked.params_per_layer)
+
+
+def _check(asked: argparse.Namespace, question: str | None) -> None:
     """Raises RequestError for options that contradict each other, before anything is planned."""
+    _check_question(asked, question)
     if asked.target and "model_name_or_path" in asked.flags and not asked.target.endswith(YAMLS):
         raise RequestError(f"{asked.target} and --model_name_or_path are both a model. Keep one.")
     if asked.target and "config" in asked.flags and asked.target.endswith(YAMLS):
@@ -96,6 +155,24 @@ def _check(asked: argparse.Namespace) -> None:
     for path in (Path(name) for name in (asked.write, asked.html, asked.png) if name):
         if not path.absolute().parent.is_dir():
             raise RequestError(f"{path}: there is no folder {path.parent}. Make it, or give another path.")
+
+
+def _check_question(asked: argparse.Namespace, question: str | None) -> None:
+    for name in ("price_per_gpu_hour", DEADLINE):
+        if (number := getattr(asked, name)) is not None and not 0 < number < math.inf:
+            raise RequestError(f"--{name} is {number:g}, but it must be a number above 0.")
+    said = question or next((name for name in ("price_per_gpu_hour", "one_more_gpu") if getattr(asked, name)), None)
+    others = ["verify", "estimator"] if said else []
+    if question:
+        others += ["autotune", "write", *(("nodes", "no_search") if question == DEADLINE else ("global_batch_size",))]
+    other = next((name for name in others if getattr(asked, name) not in (None, False)), None)
+    other = other or next((name for name in OPEN.get(question or "", ()) if name in asked.flags), None)
+    if other:
+        raise RequestError(f"--{said} cannot be combined with --{other}. Drop one.")
+    if question == MODEL and asked.target and not asked.target.endswith(YAMLS):
+        raise RequestError(f"--{question} searches the known models, but {asked.target} names one. Drop one.")
+    if question == DEADLINE and asked.global_batch_size == 0:
+        raise RequestError("--deadline needs a fixed global batch, but --global_batch_size 0 allows any. Give one.")
 
 
 def _machine(name: str) -> Machine:
@@ -138,13 +215,16 @@ def _run(asked: argparse.Namespace, machine: Machine) -> tuple[Run, list[str]]:
     return run, notes
 
 
-def _say(asked: argparse.Namespace, found: Plan, layouts: Found | None, notes: list[str]) -> None:
+def _say(asked: argparse.Namespace, outcome: Outcome, layouts: Found | None) -> None:
+    found, notes = outcome.plan, outcome.notes
     if asked.json:
-        print(json.dumps(as_json(found, layouts, notes), indent=1))
+        print(json.dumps(as_json(outcome, layouts), indent=1))
         return
     from finetune.report.plan_tables import show
 
+    show_answer(outcome.answer, outcome.lines)
     show(found, layouts, ways_out(found, layouts) if not found.fits else [], notes)
+    notes = [*outcome.lines, *notes]
     command = shlex.join(["finetune", *sys.argv[1:]])
     if asked.html or asked.png:
         from finetune.report import plan_page as page
@@ -158,9 +238,20 @@ def _say(asked: argparse.Namespace, found: Plan, layouts: Found | None, notes: l
             print(f"wrote {asked.png}")
 
 
-def as_json(found: Plan, layouts: Found | None, notes: list[str]) -> dict[str, Any]:
-    """Bytes and seconds, never scaled."""
+def as_json(outcome: Outcome, layouts: Found | None) -> dict[str, Any]:
+    """Unscaled bytes and seconds. docs/plan.md lists the keys; removing or redefining one increments `schema`."""
+    found, answer, one_more = outcome.plan, outcome.answer, outcome.one_more
     return {
+        "schema": 1,
+        "answer": None if answer is None else {
+            **{name: getattr(answer, name) for name in ("question", "found", "next", "flags", "hours")},
+            "options": [{"found": size, **_layout(one)} for size, one in answer.options],
+        },
+        "cost": None if outcome.cost is None else asdict(outcome.cost),
+        "one_more": None if one_more is None else {
+            "world_size": one_more.job.world_size, "speedup": speedup_of(found, one_more),
+            "peak_bytes": one_more.peak_bytes, "fits": one_more.fits,
+        },
         "job": _job(found.job),
         "machine": found.machine.name,
         "fits": found.fits,
@@ -168,20 +259,21 @@ def as_json(found: Plan, layouts: Found | None, notes: list[str]) -> dict[str, A
         "ranks": [_rank(rank) for rank in found.ranks],
         "seconds": asdict(found.seconds),
         "samples_per_second": found.seconds.samples_per_second,
-        "notes": notes,
-        "layouts": None if layouts is None else [
-            {
-                "layout": one.layout,
-                "job": _job(one.plan.job),
-                "peak_bytes": one.plan.peak_bytes,
-                "host_bytes": one.plan.host_bytes,
-                "step_seconds": one.plan.seconds.total,
-                "samples_per_second": one.samples_per_second,
-                "why_not": one.why_not,
-            }
-            for one in (*layouts.fitting, *layouts.failing)
-        ],
+        "notes": outcome.notes,
+        "layouts": None if layouts is None else [_layout(one) for one in (*layouts.fitting, *layouts.failing)],
     }  # fmt: skip
+
+
+def _layout(one: Candidate) -> dict[str, Any]:
+    return {
+        "layout": one.layout,
+        "job": _job(one.plan.job),
+        "peak_bytes": one.plan.peak_bytes,
+        "host_bytes": one.plan.host_bytes,
+        "step_seconds": one.plan.seconds.total,
+        "samples_per_second": one.samples_per_second,
+        "why_not": one.why_not,
+    }
 
 
 def _job(job: Job) -> dict[str, Any]:

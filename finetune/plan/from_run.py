@@ -68,8 +68,7 @@ class Subject:
 def job_of(
     run: Run, machine: Machine, params_per_layer: int | None = None, subject: Subject | None = None
 ) -> tuple[Job, dict[str, Any] | None, list[str]]:
-    """The job, the config that DeepSpeed would get, and notes on both. `subject`: for recipes that make up their
-    samples; otherwise the run determines it. Raises RequestError."""
+    """The job, its DeepSpeed config, and notes. `subject` is for recipes that make up samples. Raises RequestError."""
     notes: list[str] = []
     _check_numbers(run, params_per_layer)
     subject = subject or _subject(run, machine, params_per_layer, notes)
@@ -188,9 +187,8 @@ def _check_engine(run: Run, model: Model) -> None:
     """Raises RequestError for what cannot be planned."""
     if run.sequence_parallel_size > 1:
         raise RequestError(
-            f"{run.said('sequence_parallel_size')}: ranks that share texts are not planned yet. Each rank then keeps "
-            "the activations of its part of a text. For the memory, plan without it and with --block_size divided by "
-            "it; the time will differ."
+            f"{run.said('sequence_parallel_size')}: sequence parallelism is not planned yet. For the memory, plan "
+            "without it and with --block_size divided by it; the time will differ."
         )
     if run.value("fsdp") or fsdp_by_accelerate(run):
         _check_fsdp(run, model)
@@ -240,7 +238,8 @@ def _chunk(run: Run, model: Model, machine: Machine) -> int:
 
 def _tokens(run: Run, model: Model, notes: list[str]) -> int:
     flag, given = tokens_flag(run), run.value("model_name_or_path")
-    assert flag is not None, "a recipe of text says how long its samples are"
+    if flag is None:
+        raise RequestError(f"{run.said('model_name_or_path')}: {run.recipe.script} does not train text models.")
     otherwise = "." if given else (
         ". Or name the model with --model_name_or_path if the recipe starts from one: none was named, so this is a "
         "small one from scratch."

@@ -135,6 +135,7 @@ class Machine:
     flash_attention_2: Annotated[dict[str, float], dict.fromkeys(("forward", "backward"), SHARE)] = field(
         default_factory=dict
     )
+    board_power_watts: Annotated[float, SECONDS] = 0.0  # per GPU, the board's maximum; 0 if no source gives it
     step_factor: Annotated[float, POSITIVE] = 1.0  # a real step's time / the sum of its operators'
 
     def __hash__(self) -> int:
@@ -151,7 +152,7 @@ def _shape(kind: type) -> dict[str, Any]:
 
 SHAPE = _shape(Machine) | {"collectives": dict.fromkeys(COLLECTIVES, _shape(Link))}
 SHAPE["sources"] = dict.fromkeys(SHAPE, TEXT)
-OPTIONAL = ("kernel_table", "collectives", "step_factor", "flash_attention_2")
+OPTIONAL = ("kernel_table", "collectives", "step_factor", "flash_attention_2", "board_power_watts")
 PARTIAL = (
     "peak_flops",
     "gemm_efficiency",

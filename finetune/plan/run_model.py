@@ -46,7 +46,7 @@ def described(argv: Sequence[str], launch: Launch, named: str | None = None) -> 
             refused.append(error)
     if not runs:
         raise refused[0]
-    run = min(runs, key=lambda run: _head_of(run) not in _likely_heads(run))
+    run = min(runs, key=lambda run: head_of(run) not in _likely_heads(run))
     if is_told(argv, named):
         return run, list(run.notes)
     why = "the one that reads tagged words" if _has_tagged_words(run) else "the likeliest that has these flags"
@@ -71,7 +71,7 @@ def _likely_heads(run: Run) -> tuple[str, ...]:
     return tuple(head for head in likely if head in heads and head != MASKED)[:1]
 
 
-def _head_of(run: Run) -> str | None:
+def head_of(run: Run) -> str | None:
     """By the class that loads the models of its task; None if the recipe trains no model."""
     return VECTORS if run.task.auto == "AutoModel" else head_of_class(run.task.auto)
 
@@ -103,7 +103,7 @@ def model_of_run(run: Run, params_per_layer: int | None, notes: list[str], flag:
     does not suit the run's task, with the recipe's own message."""
     given = run.value("model_name_or_path")
     if not given:
-        return model_of(_as_scored(run, _scratch_config(run, notes)), "the model from scratch", _head_of(run))
+        return model_of(_as_scored(run, _scratch_config(run, notes)), "the model from scratch", head_of(run))
     found = _found(str(given))
     was_trained = run.source(flag) == KEPT
     if run.task.refuses is not None and not was_trained and isinstance(found.config.get("model_type"), str):
@@ -113,10 +113,10 @@ def model_of_run(run: Run, params_per_layer: int | None, notes: list[str], flag:
     notes += found.notes
     if found.is_packed and not run.value("load_in_4bit"):
         notes.append("its weights are planned unquantized; --load_in_4bit True with --use_peft True plans 4 bits")
-    if _head_of(run) in (CLASSES, TAGS, IMAGES) and not config.get("id2label"):
+    if head_of(run) in (CLASSES, TAGS, IMAGES) and not config.get("id2label"):
         notes.append(f"{Sizes(config, str(given)).labels} labels are assumed; the data decides")
     if str(config.get("model_type")) not in FAMILIES:
-        if _head_of(run) == SEQ2SEQ and isinstance(config.get("model_type"), str):
+        if head_of(run) == SEQ2SEQ and isinstance(config.get("model_type"), str):
             raise RequestError(
                 f"{given}: of encoder-decoders only {', '.join(SEQ2SEQS)} is planned, and this is a "
                 f"{str(config.get('model_type'))!r}. Plan a T5 of its size (t5-small to t5-11b) for a rough figure."
@@ -124,7 +124,7 @@ def model_of_run(run: Run, params_per_layer: int | None, notes: list[str], flag:
         if params_per_layer is None:
             return _traced(config, run, str(given), notes)
         config = _alike(config, str(given), params_per_layer, notes)
-    model, head = model_of(config, str(given)), _head_of(run)
+    model, head = model_of(config, str(given)), head_of(run)
     if head is not None and model.head != head:
         if head in (*FAMILIES[model.family].heads, VECTORS):
             model = model_of(config, str(given), head=head)
@@ -178,7 +178,7 @@ def _scratch_config(run: Run, notes: list[str]) -> dict[str, Any]:
         **distilbert_shape(size, run.value("dropout"), run.value("max_seq_length")),
     }
     granted = f"a vocabulary of {config['vocab_size']:,} tokens"
-    if _head_of(run) not in (CLASSES, TAGS):
+    if head_of(run) not in (CLASSES, TAGS):
         notes.append(f"{granted} is assumed; the data decides")
     else:
         notes.append(f"{granted} and {Sizes(config, '').labels} labels are assumed; the data decides")
@@ -235,7 +235,7 @@ def _traced(config: Mapping[str, Any], run: Run, given: str, notes: list[str]) -
             f"{config.get('model_type')!r} is. Drop it, or give --params_per_layer N, the parameters of a layer."
         )
     try:
-        model, seconds = traced_model(config, _head_of(run) or CAUSAL, given)
+        model, seconds = traced_model(config, head_of(run) or CAUSAL, given)
     except RequestError as error:
         raise RequestError(
             f"{error} Give --params_per_layer N, the parameters of one of its layers: it is then planned as a Llama of "

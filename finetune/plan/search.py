@@ -108,7 +108,7 @@ def search(job: Job, machine: Machine, limits: Limits) -> Found:
     failing: list[tuple[str, Job]] = []
     seen = 0
     kinds = _precisions(job, machine, limits)
-    for layout, base in (found for kind in kinds for found in _bases(replace(job, precision=kind), machine, limits)):
+    for layout, base in (found for kind in kinds for found in bases(replace(job, precision=kind), machine, limits)):
         options = list(_batches(base, limits, job.micro_batch))
         good = options[: bisect_left(options, True, key=lambda one: not _fits(one, machine))]  # they grow
         seen += len(options)
@@ -154,7 +154,8 @@ def _leaders(fitting: list[tuple[float, str, Job]]) -> Iterator[tuple[str, Job]]
         layouts.add(layout)
 
 
-def _bases(job: Job, machine: Machine, limits: Limits) -> Iterator[tuple[str, Job]]:
+def bases(job: Job, machine: Machine, limits: Limits) -> Iterator[tuple[str, Job]]:
+    """Each combination of layout, checkpointing and number of stages to search, as a job."""
     for layout in limits.layouts:
         if layout == "zeropp" and (machine.device == "cpu" or job.world_size <= job.ranks_per_node):
             continue  # on one node it is the same as zero3

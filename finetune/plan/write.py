@@ -21,18 +21,20 @@ def write(path: Path, found: Found | None) -> str:
     best = next((one for one in found.fitting if one.layout != TRAINER_ALONE), None)
     alone = ""
     if fastest.layout == TRAINER_ALONE:
-        alone = f"the fastest layout needs no config: --deepspeed none {_flags(fastest.plan.job)}"
+        alone = f"the fastest layout needs no config: --deepspeed none {flags_of(fastest.plan.job)}"
         if best is None:
             return f"nothing written: {alone}"
         alone += f" ({fastest.samples_per_second / best.samples_per_second:.2f}x as fast)\n"
     assert best is not None
     path.write_text(json.dumps(shipped(best.layout), indent=2) + "\n", encoding="utf-8")
     recipe = "recipes/causal_lm_pipeline.py" if best.plan.job.engine == PIPELINE else "RECIPE"
-    return f"{alone}wrote {path} ({best.words}); run {recipe} --deepspeed {path} {_flags(best.plan.job)}"
+    return f"{alone}wrote {path} ({best.words}); run {recipe} --deepspeed {path} {flags_of(best.plan.job)}"
 
 
-def _flags(job: Job) -> str:
-    flags = [f"--per_device_train_batch_size {job.micro_batch}", f"--gradient_accumulation_steps {job.accumulation}"]
+def flags_of(job: Job, layout: str | None = None) -> str:
+    """The recipe flags that select this job; `layout` adds a shipped config."""
+    flags = [] if layout is None or job.engine == PIPELINE else [f"--deepspeed {layout}"]
+    flags += [f"--per_device_train_batch_size {job.micro_batch}", f"--gradient_accumulation_steps {job.accumulation}"]
     flags += [f"--{name} {job.precision == name}" for name in ("bf16", "fp16") if job.precision in (name, "fp32")]
     if job.checkpoint_interval:
         flags.append(f"--activation_checkpoint_interval {job.checkpoint_interval}")

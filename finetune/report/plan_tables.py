@@ -38,11 +38,11 @@ def show(plan: Plan, found: Found | None = None, mends: Sequence[Candidate] = ()
     from rich.console import Console
 
     console = console or Console()
-    _say(console, headline(plan), "bold")
-    _say(console, verdict(plan), "green" if plan.fits else "bold red")
+    _say(console, verdict(plan), "bold green" if plan.fits else "bold red")
     for mend in mends:
         peak, rate = gib(mend.plan.peak_bytes), number(mend.samples_per_second)
         _say(console, f"  fits with {mend.layout}: {peak} GiB, {rate} samples/s")
+    _say(console, headline(plan))
     table, left_out = memory_table_that_fits(plan, console.width)
     print_table(console, table)
     if left_out:

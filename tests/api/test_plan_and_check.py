@@ -48,6 +48,21 @@ def test_a_recipe_or_a_model_may_be_planned() -> None:
     assert "It fits" in str(named)
 
 
+def test_a_question_returns_the_plan_of_its_answer() -> None:
+    found = plan("gpt2", gpu="T4", gpus_per_node=1, largest_batch=True, search=False, price_per_gpu_hour=0.4)
+    answer, cost = found.outcome.answer, found.outcome.cost
+    assert answer is not None
+    assert cost is not None
+    assert answer.found == found.plan.job.micro_batch
+    assert found.fits
+    assert found.layouts is None
+    assert str(found).startswith("The largest batch that fits: ")
+    assert found.to_dict()["answer"]["found"] == answer.found
+    assert found.to_dict()["cost"]["price"] == cost.price
+    assert is_plain(found._repr_html_())
+    assert plan("gpt2", gpu="T4", one_more_gpu=True, search=False).outcome.one_more is not None
+
+
 def test_a_plan_shows_itself_with_its_layouts() -> None:
     found = plan(model="gpt2", gpu="A100-80GB", layouts=["zero2", "zero3"])
     assert found.layouts is not None

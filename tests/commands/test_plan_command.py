@@ -167,6 +167,41 @@ def test_an_unknown_family_is_planned_by_its_parameters_a_layer(
             ["gpt2", "--fsdp", "offload", "--nodes", "2"],
             r"--fsdp is 'offload' \(command line\): only --fsdp True",
         ),
+        (["gpt2", "--price_per_gpu_hour", "0"], "--price_per_gpu_hour is 0, but it must be a number above 0"),
+        (["gpt2", "--price_per_gpu_hour", "-2"], "--price_per_gpu_hour is -2"),
+        (["gpt2", "--price_per_gpu_hour", "inf"], "--price_per_gpu_hour is inf"),
+        (["gpt2", "--price_per_gpu_hour", "nan", "--verify"], "--price_per_gpu_hour is nan"),
+        (["gpt2", "--price_per_gpu_hour", "2", "--verify"], "--price_per_gpu_hour cannot be combined with --verify"),
+        (["gpt2", "--deadline", "0"], "--deadline is 0"),
+        (["gpt2", "--deadline", "2"], "--deadline: the number of steps depends on the data.*Give --max_steps"),
+        (
+            ["gpt2", "--deadline", "2", "--max_steps", "9", "--nodes", "2"],
+            "--deadline cannot be combined with --nodes",
+        ),
+        (["gpt2", "--deadline", "2", "--max_steps", "9", "--global_batch_size", "0"], "0 allows any. Give one"),
+        (
+            ["gpt2", "--deadline", "1e-9", "--max_steps", "9", "--gpu", "T4"],
+            "1e-09: no cluster finishes 9 steps",
+        ),
+        (["gpt2", "--longest", "--largest_batch"], "not allowed with argument --longest"),
+        (["gpt2", "--longest", "--block_size", "64"], "--longest cannot be combined with --block_size"),
+        (["gpt2", "--longest", "--global_batch_size", "64"], "--longest cannot be combined with --global_batch_size"),
+        (["gpt2", "--longest", "--autotune", "2"], "--longest cannot be combined with --autotune"),
+        (["gpt2", "--longest", "--sequence_parallel_size", "2"], "sequence parallelism is not planned yet"),
+        (["resnet-50", "--longest"], "recipes/image_cls.py reads no text"),
+        (
+            ["gpt2", "--largest_batch", "--per_device_train_batch_size", "4"],
+            "cannot be combined with --per_device",
+        ),
+        ([POST, "--largest_batch", "--layouts", "pipeline"], "Give --pipeline_parallel_size N instead"),
+        (["gpt2", "--largest_model"], "--largest_model searches the known models, but gpt2 names one"),
+        (["--largest_model", "--model_name_or_path", "gpt2"], "cannot be combined with --model_name_or_path"),
+        (["gpt2", "--largest_model", "--recipe", "image_cls"], "searches the known models"),
+        (["gpt2", "--recipe", "image_cls"], "recipes/image_cls.py does not train text models"),
+        (
+            ["Llama-2-7b", "--gpu", "T4", "--no_search", "--longest"],
+            "nothing fits on T4.*let the plan choose the layout",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -506,3 +541,75 @@ def test_an_adapters_folder_is_planned_on_its_base(tmp_path: Path, capsys: pytes
     there = planned(capsys, str(tmp_path), *words)["job"]["parameters"]
     named = planned(capsys, "Llama-3.2-1B", *words, "--lora_r", "8", "--lora_target_modules", "q_proj", "v_proj")
     assert there == named["job"]["parameters"]
+
+
+JSON_KEYS = {
+    "": "schema answer cost one_more job machine fits limit_bytes ranks seconds samples_per_second notes layouts",
+    "answer": "question found next flags hours options",
+    "options": "found layout job peak_bytes host_bytes step_seconds samples_per_second why_not",
+    "cost": "steps is_told hours gpu_hours price_per_gpu_hour price most_kwh error",
+    "one_more": "world_size speedup peak_bytes fits",
+}
+
+
+def test_the_json_keys_are_stable_and_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    """Other programs read them: add a new key here and in docs/plan.md, and increment the schema if you remove one."""
+    words = ("--gpu", "T4", "--gpus_per_node", "1", "--price_per_gpu_hour", "0.5", "--one_more_gpu")
+    found = planned(capsys, "gpt2", *words, "--largest_batch", "--layouts", "none", "zero2")
+    (option, *_) = found["answer"]["options"]
+    parts = {"": found, "options": option, **{name: found[name] for name in ("answer", "cost", "one_more")}}
+    assert {name: " ".join(part) for name, part in parts.items()} == JSON_KEYS
+    assert found["schema"] == 1
+    page = (REPO / "docs/plan.md").read_text()
+    assert not [key for keys in JSON_KEYS.values() for key in keys.split() if f"`{key}`" not in page]
+    without = planned(capsys, "gpt2", "--gpu", "T4", "--no_search")
+    assert [without[name] for name in ("answer", "cost", "one_more", "layouts")] == [None] * 4
+    assert list(without) == JSON_KEYS[""].split()
+
+
+def test_the_flags_of_an_answer_select_its_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("gpt2", "--gpu", "T4", "--gpus_per_node", "2")
+    found = planned(capsys, *words, "--largest_batch", "--layouts", "none", "zero2", "zero3")
+    again = planned(capsys, *words, *found["answer"]["flags"].split(), "--no_search")
+    assert found["job"]["micro_batch"] == found["answer"]["found"]
+    assert (again["job"], again["ranks"]) == (found["job"], found["ranks"])
+    assert again["fits"]
+    flags = found["answer"]["flags"].replace(f"size {found['answer']['found']}", f"size {found['answer']['next']}", 1)
+    assert not planned(capsys, *words, *flags.split(), "--no_search")["fits"]
+
+
+def test_a_question_keeps_the_layout_that_the_run_fixes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("Llama-3.2-1B", "--gpu", "RTX4090", "--gpus_per_node", "1", "--longest")
+    asked = planned(capsys, *words, "--deepspeed", "zero2_offload")["answer"]
+    every = planned(capsys, *words)["answer"]
+    assert [one["layout"] for one in asked["options"]] == ["as asked"]
+    assert len(every["options"]) >= 4
+    assert every["found"] >= asked["found"]
+    assert "zero3_nvme" not in {one["layout"] for one in every["options"]}, "the machine may have no fast disk"
+    disk = planned(capsys, *words, "--nvme_path", "/nowhere")["answer"]
+    assert "zero3_nvme" in {one["layout"] for one in disk["options"]}
+    pipeline = planned(capsys, POST, "--gpu", "T4", "--pipeline_parallel_size", "2", "--largest_batch")
+    assert (pipeline["job"]["stages"], pipeline["fits"]) == (2, True)
+
+
+def test_the_largest_model_needs_no_model_to_start_from(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--largest_model", "--gpu", "T4", "--gpus_per_node", "1", "--layouts", "none")
+    found = planned(capsys, *words)
+    assert found["job"]["model"] in ("llama", "qwen2", "gemma", "gpt2")
+    named = planned(capsys, *words[1:5], *found["answer"]["flags"].split(), "--no_search")
+    assert (named["job"], named["fits"]) == (found["job"], True)
+    adapted = planned(capsys, *words, "--use_peft", "True")
+    assert adapted["job"]["parameters"] > 2 * found["job"]["parameters"]
+    vision = planned(capsys, *words, "--recipe", "image_cls")
+    assert (vision["answer"]["found"], vision["answer"]["next"]) == ("resnet-50", None)
+
+
+def test_an_answer_comes_first_in_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    words = ["plan", "gpt2", "--gpu", "A100-80GB", "--max_steps", "20000"]
+    assert main([*words, "--deadline", "3", "--layouts", "zero1", "--price_per_gpu_hour", "2"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert re.match(r"The smallest cluster that meets the deadline: \d+ ranks in [\d.]+ hours \(zero1", said[0])
+    assert any(line.startswith("20,000 steps cost about ") for line in said)
+    assert main([*words, "--no_search"]) == 0
+    assert capsys.readouterr().out.startswith("It fits: ")
