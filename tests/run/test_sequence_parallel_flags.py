@@ -118,5 +118,5 @@ def test_a_model_from_scratch_is_looked_at_likewise() -> None:
 
 
 def test_it_is_not_planned_and_says_so() -> None:
-    with pytest.raises(RequestError, match="are not planned yet"):
+    with pytest.raises(RequestError, match="is not planned yet"):
         job_of(run_of(), find_machine("cpu"))

@@ -42,7 +42,7 @@ CASES = [
         id="wrong column",
     ),
     pytest.param(
-        lambda f: {"train_file": write(f, "a.csv", "text,label\na b,x\nc d,x\n")}, "one class", id="one class only"
+        lambda f: {"train_file": write(f, "a.csv", "text,label\na b,x\nc d,x\n")}, "'x' in every row", id="one class only"
     ),
     pytest.param(
         lambda f: {
@@ -68,7 +68,7 @@ CASES = [
     ),
     pytest.param(
         lambda f: {"dataset_name": "stanfordnlp/imdb"},
-        r"imdb: not a local folder .*--train_file",
+        r"imdb: not a local folder, .*--train_file",
         id="hub data offline",
     ),
     pytest.param(lambda f: {"model_name_or_path": f}, r"no config\.json; it holds", id="folder without a model"),

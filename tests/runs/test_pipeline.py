@@ -433,7 +433,7 @@ REFUSED = [
     pytest.param({"deepspeed": "zero3"}, 2, "stage is 3, but pipeline parallelism takes at most 1", id="ZeRO-3"),
     pytest.param({"deepspeed": "zero3_nvme"}, 2, "stage is 3, but pipeline", id="NVMe"),
     pytest.param({"nvme_path": "disk"}, 2, "a pipeline keeps its states on the device", id="NVMe path"),
-    pytest.param({"pipeline_parallel_size": 3}, 2, "no multiple of 3 .*Launch with 3 ranks", id="ranks by stages"),
+    pytest.param({"pipeline_parallel_size": 3}, 2, "not a multiple of 3 .*Launch with 3 ranks", id="ranks by stages"),
     pytest.param({"pipeline_parallel_size": 0}, 2, "must be 1 or more", id="no stages"),
     pytest.param(
         {"config_overrides": "num_hidden_layers=1", "pipeline_parallel_size": 6},

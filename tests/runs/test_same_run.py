@@ -115,7 +115,7 @@ def test_other_validation_rows_go_on_and_are_said_unless_they_choose_the_best(
 def test_another_model_is_refused_whatever_is_said(cut: Callable[..., Finished]) -> None:
     run = cut(model_size="small", resume_changed="allow")
     assert run.status == 2
-    assert "of another model" in run.errors[0]
+    assert "has another model than" in run.errors[0]
 
 
 def test_more_rows_are_refused_and_if_allowed_are_read_by_the_tokenizer_of_the_checkpoint(
