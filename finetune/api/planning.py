@@ -12,7 +12,6 @@ from finetune.api.html import block, table_of
 from finetune.api.words import words_of
 from finetune.cli import parser
 from finetune.commands.plan import Outcome, as_json, layouts_of, plan_of
-from finetune.errors import RequestError
 from finetune.plan.mends import ways_out
 from finetune.plan.plan import Plan
 from finetune.plan.search import Found
@@ -85,7 +84,7 @@ def plan(
     if target in recipes():
         flags["recipe"], target = target, model
     elif target is not None and model is not None:
-        raise RequestError(f"{target} and model={model!r} are both a model or name one. Keep one.")
+        flags["model_name_or_path"] = model  # of a YAML; beside another model it is refused
     options = {
         "gpu": gpu,
         "nodes": nodes,

@@ -29,8 +29,8 @@ from finetune.report.plan_answers import lines_of, show_answer
 from finetune.run.files import RUN_RECORD
 from finetune.run.launch import Launch
 from finetune.run.run import Run
+from finetune.shipped import is_recipes_yaml
 
-YAMLS = (".yaml", ".yml")
 MOST_RANKS = 65_536  # more is probably a typo
 
 
@@ -137,9 +137,9 @@ def _known_models(asked: argparse.Namespace, planned: Run, machine: Machine) -> 
 def _check(asked: argparse.Namespace, question: str | None) -> None:
     """Raises RequestError for options that contradict each other, before anything is planned."""
     _check_question(asked, question)
-    if asked.target and "model_name_or_path" in asked.flags and not asked.target.endswith(YAMLS):
+    if asked.target and "model_name_or_path" in asked.flags and not is_recipes_yaml(asked.target):
         raise RequestError(f"{asked.target} and --model_name_or_path are both a model. Keep one.")
-    if asked.target and "config" in asked.flags and asked.target.endswith(YAMLS):
+    if asked.target and "config" in asked.flags and is_recipes_yaml(asked.target):
         raise RequestError(f"{asked.target} and --config {' '.join(asked.flags['config'])} are both YAMLs. Keep one.")
     searched = next((name for name in ("autotune", "write") if getattr(asked, name) is not None), None)
     if asked.no_search and searched:
@@ -169,7 +169,7 @@ def _check_question(asked: argparse.Namespace, question: str | None) -> None:
     other = other or next((name for name in OPEN.get(question or "", ()) if name in asked.flags), None)
     if other:
         raise RequestError(f"--{said} cannot be combined with --{other}. Drop one.")
-    if question == MODEL and asked.target and not asked.target.endswith(YAMLS):
+    if question == MODEL and asked.target and not is_recipes_yaml(asked.target):
         raise RequestError(f"--{question} searches the known models, but {asked.target} names one. Drop one.")
     if question == DEADLINE and asked.global_batch_size == 0:
         raise RequestError("--deadline needs a fixed global batch, but --global_batch_size 0 allows any. Give one.")
@@ -205,7 +205,7 @@ def _run(asked: argparse.Namespace, machine: Machine) -> tuple[Run, list[str]]:
     argv = [word for name, words in asked.flags.items() for word in (f"--{name}", *words)]
     if not asked.target:
         return described(argv, launch, asked.recipe)
-    if not asked.target.endswith(YAMLS):
+    if not is_recipes_yaml(asked.target):
         return described([*argv, "--model_name_or_path", asked.target], launch, asked.recipe)
     run, notes = described(["--config", asked.target, *argv], launch, asked.recipe)
     if Path(asked.target).name == RUN_RECORD and not any(

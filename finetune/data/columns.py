@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -42,10 +42,12 @@ class Columns:
 
 @dataclass(frozen=True)
 class Labels:
-    """`names` lists the classes by id; empty for regression."""
+    """`names` lists the classes by id; empty for regression. `columns` are the text columns that a trained model was
+    trained on; empty if its config does not say."""
 
     task: str  # "classification", "regression", MULTI_LABEL or TOKENS
     names: tuple[str, ...]
+    columns: tuple[str, ...] = field(default=(), compare=False)
 
     def encode(self, value: Any) -> int | float:
         """The id of a label, or its number for regression. Raises KeyError for an unknown class."""

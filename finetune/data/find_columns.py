@@ -73,6 +73,16 @@ def find_columns(
     return Columns(found, label, tuple(name for name in names if name not in (*found, label)))
 
 
+def trained_on(columns: Sequence[str], there: Sequence[str], where: str) -> list[str] | None:
+    """The text columns of a trained model; None if it does not say. Raises RequestError if one is not `there`."""
+    if lacking := [name for name in columns if name not in there]:
+        raise RequestError(
+            f"{where} has no column {lacking[0]!r}, which the model was trained on. It has: "
+            f"{', '.join(map(plain, there[:SHOWN]))}. Name the texts with --text_column_names."
+        )
+    return list(columns) or None
+
+
 def _how_to_say_it(head: Sequence[dict[str, Any]]) -> str:
     hot = [name for name in head[0] if {str(row[name]) for row in head} == {"0", "1"}]
     if len(hot) > 1:

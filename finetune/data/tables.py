@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from finetune.data.columns import (
     note_of_numbers,
 )
 from finetune.data.files import open_file, open_hub
-from finetune.data.find_columns import HEAD_ROWS, find_columns
+from finetune.data.find_columns import HEAD_ROWS, find_columns, trained_on
 from finetune.data.label_lists import find_many_labels, has_lists, merge_label_columns, multi_hot, name_lists, strata
 from finetune.data.line_breaks import without_html_breaks
 from finetune.data.list_text import note_of_joined, note_of_lists
@@ -149,7 +149,8 @@ def _known_without_training(tables: Table, arguments: DataArguments, trained: La
             "--do_train False and --model_name_or_path with a model whose config.json names its labels."
         )
     split = "validation" if "validation" in tables else "test"
-    return _columns_of(tables[split], arguments, split, needs_label=split != "test"), trained
+    texts = arguments.text_column_names or trained_on(trained.columns, tables[split].column_names, f"the {split} data")
+    return _columns_of(tables[split], replace(arguments, text_column_names=texts), split, split != "test"), trained
 
 
 def _columns_of(table: Dataset, arguments: DataArguments, split: str = "training", needs_label: bool = True) -> Columns:

@@ -31,6 +31,7 @@ from finetune.models.source import (
     with_labels,
 )
 from finetune.run.facts import NO_LIMIT, tokens_of
+from finetune.run.files import TEXT_COLUMNS
 from finetune.run.flags.text import ModelArguments
 from finetune.run.sizes import DISTILBERT_POSITIONS, DISTILBERT_SIZES, distilbert_shape
 
@@ -56,15 +57,16 @@ class Source:
 
 def trained_labels(config: Any | None) -> Labels | None:
     """The classes of a model's config; None without a config, or if it names none."""
-    problem = getattr(config, "problem_type", None)
+    problem, texts = getattr(config, "problem_type", None), getattr(config, TEXT_COLUMNS, None)
+    columns = tuple(map(str, texts)) if isinstance(texts, list) else ()
     if problem == "regression":
-        return Labels("regression", ())
+        return Labels("regression", (), columns)
     task = MULTI_LABEL if problem == MULTI_LABEL else "classification"
     if any(name.endswith("ForTokenClassification") for name in getattr(config, "architectures", None) or ()):
         task = TOKENS
     names = dict(getattr(config, "id2label", None) or {})
     ordered = tuple(str(names[i]) for i in sorted(names))
-    return None if not ordered or ordered[0] == "LABEL_0" else Labels(task, ordered)
+    return None if not ordered or ordered[0] == "LABEL_0" else Labels(task, ordered, columns)
 
 
 def find_source(arguments: ModelArguments, max_seq_length: int | None) -> Source:
@@ -123,8 +125,9 @@ def build_classifier(
         kind = DistilBertForTokenClassification if of_tokens else DistilBertForSequenceClassification
         return kind(scratch_config(arguments, source, tokenizer, label_config))
     config = source.config
-    if will_train and hasattr(config, "thresholds"):
-        del config.thresholds  # tuned for the old weights
+    for name in ("thresholds", TEXT_COLUMNS) if will_train else ():
+        if hasattr(config, name):
+            delattr(config, name)  # of the old weights and their data
     for key, value in label_config.items():
         setattr(config, key, value)
     fit_to(tokenizer, config)

@@ -116,7 +116,10 @@ def parse_yaml(text: str, place: str, loader: Any = SAFE_LOADER) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         reason = " ".join(str(getattr(error, "problem", None) or error).split())[:200]
-        raise RequestError(f"{place}{where}: cannot be read as YAML: {reason}.") from error
+        mend = " Check this line's indentation, and quote values that contain ': '." * isinstance(
+            error, yaml.MarkedYAMLError
+        )
+        raise RequestError(f"{place}{where}: cannot be read as YAML: {reason}.{mend}") from error
 
 
 def _not_taken(event: Any, level: int) -> str | None:

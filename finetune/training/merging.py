@@ -8,12 +8,12 @@ from typing import Any
 from finetune.models.adapters import write_merged
 from finetune.models.causal import build_causal_lm
 from finetune.models.classifier import build_classifier
-from finetune.run.files import LABELS
+from finetune.run.files import LABELS, TEXT_COLUMNS
 from finetune.run.flags.language import CausalModelArguments
 from finetune.run.flags.text import ModelArguments
 from finetune.safe_read import read_json_object
+from finetune.training.run_folder import add_to_config
 from finetune.training.start import Session
-from finetune.training.thresholds import save_thresholds
 
 USE_ADAPTER = """import json
 from pathlib import Path
@@ -45,6 +45,7 @@ def merged(session: Session, source: Any, data: Any, build: Callable[[], Any] | 
         return build_classifier(session[ModelArguments], source, data.labels, data.tokenizer)
 
     place, labels = write_merged(session.folder, build or known, data.tokenizer), session.folder / LABELS
-    if labels.is_file() and (thresholds := read_json_object(labels).get("thresholds")):
-        save_thresholds(place, thresholds)
+    for name, value in read_json_object(labels).items() if labels.is_file() else ():
+        if name in ("thresholds", TEXT_COLUMNS):
+            add_to_config(place, name, value)
     return [f"merged: {place}"]

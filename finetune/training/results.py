@@ -21,12 +21,13 @@ from finetune.report.run_curves import training_curves
 from finetune.report.run_pictures import share_bars
 from finetune.report.shapes import WIDE
 from finetune.report.svg import write_png
+from finetune.run.files import TEXT_COLUMNS
 from finetune.run.flags.distillation import of_teacher
 from finetune.safe_read import read_json_object
 from finetune.training.merging import merged, use_of
 from finetune.training.metrics import TaskMetrics, confusion, first_output
 from finetune.training.model_card import Card, results_of, write_card
-from finetune.training.run_folder import read_metrics, write_json
+from finetune.training.run_folder import add_to_config, read_metrics, write_json
 from finetune.training.samples import Samples
 from finetune.training.start import Session
 from finetune.training.thresholds import given_labels, label_table
@@ -71,9 +72,8 @@ def write_predictions(
     """Write a CSV line per row, in input order: its name, `prediction`, `label` where known, each class's probability.
 
     `rows` are the names in column `row_name`: `index` is the row's number in the file, from 0, so bad rows that were
-    left out leave gaps.
-    `logits` has shape (N, classes), or (N, 1) for regression. If a row may have several labels, `prediction` and
-    `label` are JSON lists, and `thresholds` are the probabilities from which a label is given.
+    left out leave gaps. `logits` has shape (N, classes), or (N, 1) for regression. If a row may have several labels,
+    `prediction` and `label` are JSON lists, and `thresholds` are the probabilities from which a label is given.
     """
     logits = first_output(logits)
     if labels.task == MULTI_LABEL:
@@ -115,8 +115,7 @@ CURVES = {"regression": "eval_pearson", MULTI_LABEL: "eval_f1_macro"}
 def write_report(
     session: Session, data: Any, source: Any, metrics: TaskMetrics, evaluated: Any | None, predicted: Any | None
 ) -> list[str]:
-    """Write `predictions.csv`, `training_curve.png`, `confusion_matrix.png` and README.md, from the run's files and its
-    last evaluation. If rows have several labels, `per_label.png` and `per_label.json` replace the matrix."""
+    """Write `predictions.csv`, README.md and pictures, from the run's files and its last evaluation."""
     folder, thresholds = session.folder, metrics.thresholds
     if predicted is not None:
         rows, path = data.splits["test"]["row"], folder / "predictions.csv"
@@ -131,6 +130,8 @@ def write_report(
         counts = confusion(evaluated.predictions, evaluated.label_ids, len(data.labels.names))
         pictures += write_confusion(folder, counts, data.labels)
     account = data.account
+    if session.training.do_train and not account.source.startswith("built-in"):
+        add_to_config(folder, TEXT_COLUMNS, list(account.columns.text))
     card = Card(
         task=f"text {data.labels.task.replace('multi_label_', 'multi-label ')}",
         pipeline_tag="text-classification",
@@ -253,8 +254,7 @@ def label_counts(counts: Mapping[str, int]) -> list[str]:
 def write_per_label(
     folder: Path, rows: Sequence[dict[str, Any]], name: str, said: str, pictures: list[tuple[str, str]]
 ) -> tuple[str, list[Sequence[Any]]]:
-    """Write a picture, which is added to `pictures`, and JSON. Returns a table for the model card, with three
-    decimals."""
+    """Write a picture, which is added to `pictures`, and JSON. Returns a table with three decimals."""
     write_png(folder / f"{name}.png", [share_bars(rows, WIDE)])
     write_json(folder / f"{name}.json", list(rows))
     words = "Precision, recall and F1, and in parentheses the number of occurrences in the validation split"
@@ -297,4 +297,4 @@ def closing_line(folder: Path) -> str:
     """The last line of a run: its folder and its main metrics."""
     results = results_of(folder)
     shown = ", ".join(f"{name} {results[name]:.4g}" for name in SHOWN_AT_THE_END if name in results)
-    return f"done: {folder} ({shown})"
+    return f"done: {folder}" + f" ({shown})" * bool(shown)

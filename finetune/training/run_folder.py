@@ -27,10 +27,11 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from finetune.dsconfig.context import NVME_FOLDER
 from finetune.errors import RunError, disk_is_full, first_line
 from finetune.privacy import names_a_secret, without_home
-from finetune.run.files import LOCK, RUN_RECORD
+from finetune.run.files import LABELS, LOCK, RUN_RECORD
 from finetune.run.launch import Launch
 from finetune.run.parse import RECIPE_KEY
 from finetune.run.run import Run
+from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.lock import RESUMED_WAITS_SECONDS, lock_run_folder
 from finetune.training.checkpoints.writing import clear_leftovers, flush, write_durably
 from finetune.training.guards.memory import is_out_of_memory, out_of_memory
@@ -177,6 +178,13 @@ def write_ds_config(folder: Path, trainer: Any) -> None:
 def write_json(path: Path, content: Any) -> None:
     """Write standard JSON: a number that is not finite becomes null."""
     write_text(path, json.dumps(_finite(content), indent=2) + "\n")
+
+
+def add_to_config(folder: Path, name: str, value: Any) -> None:
+    """Add an entry to the saved config.json, and to the labels.json of an adapter. Only rank 0."""
+    for saved in (folder / "config.json", folder / LABELS):
+        if saved.is_file():
+            write_json(saved, {**read_json_object(saved), name: value})
 
 
 def write_text(path: Path, text: str) -> None:

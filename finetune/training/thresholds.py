@@ -11,9 +11,7 @@ import numpy.typing as npt
 from scipy.special import expit
 
 from finetune.data.columns import MULTI_LABEL, Labels
-from finetune.run.files import LABELS
-from finetune.safe_read import read_json_object
-from finetune.training.run_folder import write_json
+from finetune.training.run_folder import add_to_config
 
 UNSETTLED_THRESHOLD = 0.5  # until one is chosen, and for labels with too few held-out rows
 FEWEST = 5  # held-out rows with a label; a threshold chosen on fewer would be noise
@@ -48,11 +46,8 @@ def _best_threshold(scores: npt.NDArray[Any], is_true: npt.NDArray[np.bool_]) ->
 
 
 def save_thresholds(folder: Path, thresholds: Sequence[float]) -> None:
-    """Write thresholds, in the order of the labels, into the saved config.json, or the labels.json of an adapter. Only
-    rank 0."""
-    for saved in (folder / "config.json", folder / LABELS):
-        if saved.is_file():
-            write_json(saved, {**read_json_object(saved), "thresholds": list(thresholds)})
+    """Write thresholds, in the order of the labels, into the saved config. Only rank 0."""
+    add_to_config(folder, "thresholds", list(thresholds))
 
 
 def label_table(

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import REPO
@@ -61,6 +62,12 @@ def test_a_question_returns_the_plan_of_its_answer() -> None:
     assert found.to_dict()["cost"]["price"] == cost.price
     assert is_plain(found._repr_html_())
     assert plan("gpt2", gpu="T4", one_more_gpu=True, search=False).outcome.one_more is not None
+
+
+def test_a_yaml_is_planned_with_a_model_beside_it_by_its_path_or_its_shipped_name() -> None:
+    asked: dict[str, Any] = {"gpu": "RTX4090", "gpus_per_node": 1, "search": False}
+    found = [plan(name, model="Qwen3-8B", **asked) for name in ("recipes/configs/lora_24gb.yaml", "lora_24gb")]
+    assert [one.peak_bytes for one in found] == [plan("Qwen3-8B", config="lora_24gb", **asked).peak_bytes] * 2
 
 
 def test_a_plan_shows_itself_with_its_layouts() -> None:

@@ -33,6 +33,22 @@ def test_a_missing_validation_split_is_held_out_by_class_and_by_seed() -> None:
     assert sorted(both) == sorted(rows["text"])
 
 
+def test_a_trained_model_reads_the_columns_that_it_was_trained_on() -> None:
+    texts = {"text": ["words here"] * 4, "body": ["a b"] * 4, "subject": ["c d"] * 4}
+    trained = Labels("classification", ("a", "b"), ("subject", "body"))
+    made = {"test": Dataset.from_dict(texts)}
+
+    def read(trained: Labels, **flags: Any) -> tuple[str, ...]:
+        return clean_tables(made, DataArguments(**flags), PreparationArguments(), 1, None, trained).columns.text
+
+    assert read(trained) == ("subject", "body")
+    assert read(trained, text_column_names=["body"]) == ("body",)
+    made = {"test": Dataset.from_dict({"text": ["words here"] * 4})}
+    with pytest.raises(RequestError, match="test data has no column 'subject', which the model was trained on"):
+        read(trained)
+    assert read(replace(trained, columns=())) == ("text",)
+
+
 @pytest.mark.parametrize(
     ("labels", "fraction", "held", "says"),
     [

@@ -42,7 +42,9 @@ CASES = [
         id="wrong column",
     ),
     pytest.param(
-        lambda f: {"train_file": write(f, "a.csv", "text,label\na b,x\nc d,x\n")}, "'x' in every row", id="one class only"
+        lambda f: {"train_file": write(f, "a.csv", "text,label\na b,x\nc d,x\n")},
+        "'x' in every row",
+        id="one class only",
     ),
     pytest.param(
         lambda f: {

@@ -84,7 +84,7 @@ def test_a_run_is_reported_with_its_labels_and_all_that_it_logged(own_run: Finis
     (note,) = write([own_run.folder], html=tmp_path / "report.html", markdown=tmp_path / "report.md")
     assert "Planned for samples of 18 tokens" in note
     page = (tmp_path / "report.html").read_text()
-    for words in (f"Done: {OWN['max_steps']} steps", " taken for good: ", "Gradient norm", "macro F1"):
+    for words in (f"Done: {OWN['max_steps']} steps", " predicted as good: ", "Gradient norm", "macro F1"):
         assert words in page, words
     assert "| eval\\_f1\\_macro | " in (tmp_path / "report.md").read_text()
 
@@ -94,7 +94,7 @@ def test_a_trained_model_predicts_without_the_training_data(
 ) -> None:
     bare = tmp_path / "bare.csv"
     texts = [row["review"] for row in csv.DictReader(Path(own_csv["test_file"]).read_text().splitlines())]
-    bare.write_text("review\n" + "".join(f"{text}\n" for text in texts))
+    bare.write_text("text,review\n" + "".join(f"other words,{text}\n" for text in texts))  # as trained: `review`
     values = {"do_train": False, "do_predict": True, "test_file": bare, "model_name_or_path": own_run.folder}
     values |= {"max_seq_length": TINY["max_seq_length"], "bf16": False}
     refused = launch("python", tmp_path / "run", values, check=False)
@@ -103,6 +103,14 @@ def test_a_trained_model_predicts_without_the_training_data(
     run = launch("python", tmp_path / "run", {**values, "do_eval": False})
     assert [row["prediction"] for row in predictions(run)] == [row["prediction"] for row in predictions(own_run)]
     assert set(predictions(run)[0]) == {"index", "prediction", "probability_bad", "probability_good"}
+    assert "reads review as text, not text" in run.output
+    bare.write_text("text\n" + "".join(f"{text}\n" for text in texts))
+    values |= {"do_eval": False}
+    refused = launch("python", tmp_path / "other", values, check=False)
+    assert refused.status == 2
+    assert "the test data has no column 'review', which the model was trained on. It has: text." in refused.errors[0]
+    named = launch("python", tmp_path / "named", {**values, "text_column_names": ["text"]})
+    assert [row["prediction"] for row in predictions(named)] == [row["prediction"] for row in predictions(run)]
 
 
 def test_predictions_do_not_depend_on_the_number_of_ranks(
