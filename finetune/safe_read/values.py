@@ -116,9 +116,8 @@ def parse_yaml(text: str, place: str, loader: Any = SAFE_LOADER) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         reason = " ".join(str(getattr(error, "problem", None) or error).split())[:200]
-        mend = " Check this line's indentation, and quote values that contain ': '." * isinstance(
-            error, yaml.MarkedYAMLError
-        )
+        is_form = isinstance(error, yaml.scanner.ScannerError | yaml.parser.ParserError)
+        mend = " Check this line's indentation, and quote values that contain ': '." if is_form else ""
         raise RequestError(f"{place}{where}: cannot be read as YAML: {reason}.{mend}") from error
 
 

@@ -297,4 +297,4 @@ def closing_line(folder: Path) -> str:
     """The last line of a run: its folder and its main metrics."""
     results = results_of(folder)
     shown = ", ".join(f"{name} {results[name]:.4g}" for name in SHOWN_AT_THE_END if name in results)
-    return f"done: {folder}" + f" ({shown})" * bool(shown)
+    return f"done: {folder} ({shown})" if shown else f"done: {folder}"

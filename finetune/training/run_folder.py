@@ -91,10 +91,15 @@ class MetricsFile(TrainerCallback):
         del state.log_history[:-KEPT_ROWS]  # every save writes it, so it must not grow with the run
         if state.is_world_process_zero and logs:
             row = _finite({"step": state.global_step, **logs, "time": round(time.time(), 3)})
-            if (figures := metrics_of(row)) and figures in self.kept_at_end:
+            if (found := metrics_of(row)) and any(_alike(found, kept) for kept in self.kept_at_end):
                 return
             with (Path(args.output_dir) / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
+
+
+def _alike(one: dict[str, float], other: dict[str, float]) -> bool:
+    """The same metrics, up to what another number of ranks rounds differently."""
+    return one.keys() == other.keys() and all(math.isclose(one[k], other[k], rel_tol=1e-5) for k in one)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -73,9 +73,8 @@ def watching(
         yield pulse.tick if pulse else lambda: None
     except Exception as error:
         _wait_for_words(error, peers, pulse)
-        if pulse:  # this rank reports its own error; a launcher may reap it before the others see how it ended
-            pulse.leave()
-            time.sleep(HEARD_SECONDS)
+        if pulse:  # a launcher may reap this rank before the others see that it ended with its own error
+            pulse.leave(linger_seconds=HEARD_SECONDS)
         raise
     finally:
         if pulse:
@@ -112,7 +111,7 @@ def _watch(
     while not done.is_set():
         woken, _, _ = select.select([reader], [], [], POLL_SECONDS)
         told_to_end |= bool(woken) and signal.SIGTERM in os.read(reader, 4096)
-        dead = {} if done.is_set() else peers.dead(pulse.has_left() if pulse else ())
+        dead = {} if done.is_set() else peers.dead(pulse.left if pulse else ())
         if dead:
             living = min(set(peers.pids) - set(dead))
             if pulse and pulse.has_spoken:
@@ -159,9 +158,10 @@ class _Peers:
         return all(_state(pid) == RUNS for pid in self.pids.values())
 
     def dead(self, left: Iterable[int] = ()) -> dict[int, str]:
-        """Maps dead ranks to what happened to them, except those that have `left` with a message of their own."""
+        """Maps dead ranks to what happened to them, except those that exited, or vanished after they had `left`."""
         states = {rank: _state(pid) for rank, pid in self.pids.items()}
-        self.ended |= {*left, *(rank for rank, state in states.items() if state == ENDED)}
+        self.ended |= {rank for rank, state in states.items() if state == ENDED}
+        self.ended |= {rank for rank in left if states.get(rank) == GONE}
         return {rank: state for rank, state in states.items() if state in (KILLED, GONE) and rank not in self.ended}
 
 

@@ -110,7 +110,7 @@ def test_a_resumed_run_ends_with_the_weights_of_the_uncut_one_and_saves_them_by_
 
 def test_a_checkpoint_with_the_names_of_the_file_is_refused(tmp_path: Path) -> None:
     trainer = trainer_of("BERT", tmp_path / "given", tmp_path / "run")
-    with pytest.raises(RequestError, match=r"holds no bert\.\w+\.LayerNorm\.bias and \d+ more.*--model_name_or_path"):
+    with pytest.raises(RequestError, match=r"lacks bert\.\w+\.LayerNorm\.bias and \d+ more.*--model_name_or_path"):
         trainer._load_from_checkpoint(str(tmp_path / "given"))
 
 

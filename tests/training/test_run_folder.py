@@ -227,5 +227,6 @@ def test_an_evaluation_that_was_logged_before_a_kill_at_the_end_is_not_logged_tw
     uncut = run(0, (2, trained), (2, at_end), (4, trained), (4, at_end))
     assert uncut == [(2, "loss"), (2, "eval_loss"), (4, "loss"), (4, "eval_loss")]
     assert run(4, (4, at_end | {"eval_runtime": 0.2})) == uncut
+    assert run(4, (4, at_end | {"eval_loss": 0.5000001})) == uncut, "at another number of ranks"
     assert run(2, (4, trained), (4, at_end)) == uncut, "before the end all comes anew"
     assert run(4, (4, other)) == [*uncut, (4, "eval_loss")], "of other weights, such as the best"

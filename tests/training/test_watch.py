@@ -39,3 +39,11 @@ def test_a_rank_that_told_the_others_that_it_leaves_is_not_spoken_of_even_if_nob
     assert peers.dead() == {1: GONE}
     assert peers.dead({1}) == {}
     assert peers.dead() == {}, "it is remembered"
+
+
+def test_a_rank_that_is_killed_after_it_told_that_it_leaves_is_spoken_of() -> None:
+    killed = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    killed.send_signal(signal.SIGKILL)
+    until(lambda: _state(killed.pid) != RUNS)
+    assert _Peers({0: os.getpid(), 1: killed.pid}).dead({1}) == {1: KILLED}
+    killed.wait()

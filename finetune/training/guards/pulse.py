@@ -57,7 +57,9 @@ class Pulse(threading.Thread):
     ) -> None:
         super().__init__(daemon=True)
         self.store, self.limit, self.pids, self.name_of = store, limit, pids, name_of
-        self.has_stepped, self.blames, self.has_warned = has_stepped, blames, False
+        self.has_stepped, self.blames = has_stepped, blames
+        self.warned_of: tuple[int, ...] | None = None  # ranks that stand still, since the last warning
+        self.left: set[int] = set()  # ranks of this host that are known to have ended by themselves
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
         self.others = range(1, self.world_size) if self.rank == 0 else range(1)
         self.main = threading.main_thread().ident or 0
@@ -78,14 +80,11 @@ class Pulse(threading.Thread):
         """A transfer has failed in the main thread: find out soon which rank is gone."""
         self.limit = min(self.limit, HURRIED_SECONDS)
 
-    def leave(self) -> None:
-        """Stop: from here on, nobody waits for this rank."""
+    def leave(self, linger_seconds: float = 0.0) -> None:
+        """Stop: from here on, nobody waits for this rank. Joining takes up to 10 s; then it waits `linger_seconds`."""
         self.leaving.set()
         self.join(2 * STORE_SECONDS)
-
-    def has_left(self) -> set[int]:
-        """The ranks known to have ended by themselves."""
-        return {rank for rank, beat in list(self.seen.items()) if beat.has_left}
+        time.sleep(linger_seconds)
 
     def run(self) -> None:
         self.movement.watchers.add(threading.get_native_id())
@@ -140,12 +139,14 @@ class Pulse(threading.Thread):
 
     def _exchange(self) -> None:
         self._tell()
-        for rank in self.others:
+        for rank in sorted({*self.others, *self.pids} - {self.rank}):
             if not self.store.check([f"rank {rank}"]):
                 continue
             content = json.loads(self.store.get(f"rank {rank}"))
             beat = Heartbeat(**{**content, "position": Position(**content["position"])})
-            if rank not in self.seen or beat.number != self.seen[rank].number:
+            if beat.has_left:
+                self.left.add(rank)
+            if rank in self.others and (rank not in self.seen or beat.number != self.seen[rank].number):
                 self.seen[rank], self.seen_at[rank] = beat, time.monotonic()
         if self.rank and self.store.check([VERDICT]):
             self.told = Verdict(tuple(json.loads(self.store.get(VERDICT))), "")
@@ -158,11 +159,11 @@ class Pulse(threading.Thread):
         known = self.seen if self.rank else {**self.seen, 0: self.own}  # other ranks judge only whether rank 0 lives
         verdict = judge(known, ages, self.limit, self.name_of)
         if verdict is None or not verdict.by_stillness or self.blames:
-            self.has_warned = False
+            self.warned_of = None
             return verdict
-        if not self.has_warned:
+        if self.warned_of != verdict.ranks:
             print(f"\nwarning: {verdict.said}. The run keeps waiting. {BLAME}", file=sys.stderr, flush=True)
-            self.has_warned = True
+            self.warned_of = verdict.ranks
         return None
 
     def _end(self, verdict: Verdict) -> None:

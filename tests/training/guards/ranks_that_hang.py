@@ -1,6 +1,6 @@
 """One of two ranks without a model, for test_pulse.py: `python ranks_that_hang.py FOLDER RANK [--hang_blame]`. It takes
 steps, each with a collective, and does what the folder tells it to: `slow` is a step of 3 s, the pipe `hang` one that
-ends when something is written to it, and `fail` an error of rank 0's own."""
+ends when something is written to it, and `fail` makes rank 0 fail."""
 
 from __future__ import annotations
 
