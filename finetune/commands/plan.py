@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shlex
 import sys
 from dataclasses import asdict, dataclass
@@ -61,7 +60,7 @@ def run(asked: argparse.Namespace) -> int:
     if asked.write:
         from finetune.plan.write import write
 
-        print(write(Path(asked.write), layouts), file=sys.stderr if asked.json else sys.stdout)
+        print(write(Path(asked.write), layouts, outcome.limits.has_disk), file=sys.stderr if asked.json else sys.stdout)
     return 0 if found.fits or (layouts and layouts.fitting) else 1
 
 
@@ -94,14 +93,15 @@ def plan_of(asked: argparse.Namespace) -> Outcome:
     _check(asked, question)
     machine = _machine(asked.gpu)
     planned, notes = _run(asked, machine)
+    questions.check_layouts(planned, asked, question)
+    more = list[str]()
     if question == MODEL:
         config, known = None, _known_models(asked, planned, machine)
         job = next(iter(known.values()))[0]
     else:
-        planned = questions.small(planned) if question in (LONGEST, BATCH) else planned
+        planned = questions.small(planned, question) if question in (LONGEST, BATCH) else planned
         job, config, more = job_of(planned, machine, asked.params_per_layer)
-        notes += more
-    limits = _limits(asked, job, any(name in planned.given for name in ("bf16", "fp16")))
+    limits = _limits(asked, job, planned)
     answer, among = None, None
     if question in (LONGEST, BATCH, MODEL):
         among = questions.allowed(planned, limits, bool(asked.layouts), asked.no_search)
@@ -109,7 +109,7 @@ def plan_of(asked: argparse.Namespace) -> Outcome:
         answer = questions.largest_model({name: job for name, (job, _) in known.items()}, machine, among)
         notes = known[str(answer.found)][1]
     elif question == LONGEST:
-        answer = questions.longest(planned, machine, among, asked.params_per_layer)
+        answer, more = questions.longest(planned, machine, among, asked.params_per_layer)
     elif question == BATCH:
         answer = questions.largest_batch(job, machine, among)
     elif question == DEADLINE:
@@ -118,7 +118,7 @@ def plan_of(asked: argparse.Namespace) -> Outcome:
     price = asked.price_per_gpu_hour
     cost = None if price is None else cost_of(found, price, planned.value("max_steps"))
     one_more = one_more_of(found) if asked.one_more_gpu else None
-    return Outcome(found, config, [*notes, *notes_of(found.job)], limits, answer, cost, one_more)
+    return Outcome(found, config, [*notes, *more, *notes_of(found.job)], limits, answer, cost, one_more)
 
 
 def layouts_of(outcome: Outcome) -> Found | None:
@@ -136,7 +136,7 @@ def _known_models(asked: argparse.Namespace, planned: Run, machine: Machine) -> 
 
 def _check(asked: argparse.Namespace, question: str | None) -> None:
     """Raises RequestError for options that contradict each other, before anything is planned."""
-    _check_question(asked, question)
+    questions.check_asked(asked, question)
     if asked.target and "model_name_or_path" in asked.flags and not is_recipes_yaml(asked.target):
         raise RequestError(f"{asked.target} and --model_name_or_path are both a model. Keep one.")
     if asked.target and "config" in asked.flags and is_recipes_yaml(asked.target):
@@ -157,24 +157,6 @@ def _check(asked: argparse.Namespace, question: str | None) -> None:
             raise RequestError(f"{path}: there is no folder {path.parent}. Make it, or give another path.")
 
 
-def _check_question(asked: argparse.Namespace, question: str | None) -> None:
-    for name in ("price_per_gpu_hour", DEADLINE):
-        if (number := getattr(asked, name)) is not None and not 0 < number < math.inf:
-            raise RequestError(f"--{name} is {number:g}, but it must be a number above 0.")
-    said = question or next((name for name in ("price_per_gpu_hour", "one_more_gpu") if getattr(asked, name)), None)
-    others = ["verify", "estimator"] if said else []
-    if question:
-        others += ["autotune", "write", *(("nodes", "no_search") if question == DEADLINE else ("global_batch_size",))]
-    other = next((name for name in others if getattr(asked, name) not in (None, False)), None)
-    other = other or next((name for name in OPEN.get(question or "", ()) if name in asked.flags), None)
-    if other:
-        raise RequestError(f"--{said} cannot be combined with --{other}. Drop one.")
-    if question == MODEL and asked.target and not is_recipes_yaml(asked.target):
-        raise RequestError(f"--{question} searches the known models, but {asked.target} names one. Drop one.")
-    if question == DEADLINE and asked.global_batch_size == 0:
-        raise RequestError("--deadline needs a fixed global batch, but --global_batch_size 0 allows any. Give one.")
-
-
 def _machine(name: str) -> Machine:
     try:
         return find_machine(name)
@@ -182,14 +164,17 @@ def _machine(name: str) -> Machine:
         raise RequestError(f"--gpu {error}") from error
 
 
-def _limits(asked: argparse.Namespace, job: Job, precision_asked: bool) -> Limits:
+def _limits(asked: argparse.Namespace, job: Job, planned: Run) -> Limits:
     layouts = tuple(asked.layouts or LAYOUTS)
     if wrong := [name for name in layouts if name not in LAYOUTS]:
         raise RequestError(f"--layouts {wrong[0]}: give some of {', '.join(LAYOUTS)}.")
+    precisions = () if any(name in planned.given for name in ("bf16", "fp16")) else ("fp32", "bf16", "fp16")
+    if job.trains_half:
+        layouts, precisions = questions.layouts_of_half(planned, layouts), ()
     if asked.autotune is not None and asked.autotune < 1:
         raise RequestError(f"--autotune is {asked.autotune}, but it must be 1 or more.")
     batch = job.global_batch if asked.global_batch_size is None else asked.global_batch_size
-    return Limits(batch or None, layouts, job.accumulation, () if precision_asked else ("fp32", "bf16", "fp16"))
+    return Limits(batch or None, layouts, job.accumulation, precisions, bool(planned.value("nvme_path")))
 
 
 def _run(asked: argparse.Namespace, machine: Machine) -> tuple[Run, list[str]]:

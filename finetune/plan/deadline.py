@@ -8,33 +8,61 @@ from finetune.errors import RequestError
 from finetune.plan.job import Job
 from finetune.plan.largest import Answer
 from finetune.plan.machine import Machine
-from finetune.plan.search import MOST_RANKS, Limits, search
+from finetune.plan.search import MOST_RANKS, Candidate, Limits, search
 from finetune.plan.seconds import plan_seconds
 from finetune.plan.write import flags_of
 
 
 def smallest_cluster(job: Job, machine: Machine, limits: Limits, steps: int | None, hours: float) -> Answer:
     """The fewest ranks that do `steps` steps of the global batch in `hours`. Tries each number that divides the batch:
-    within one node, then whole nodes. Raises RequestError if none is fast enough."""
+    within one node, then whole nodes; skips those on which no layout is possible. Raises RequestError if none is fast
+    enough."""
     if steps is None or steps < 1:
         raise RequestError("--deadline: the number of steps depends on the data, which is not read. Give --max_steps.")
-    batch, per_node, smaller, fastest = limits.global_batch or job.global_batch, job.ranks_per_node, None, 0.0
+    batch, per_node, smaller = limits.global_batch or job.global_batch, job.ranks_per_node, None
+    tried = list[list[Candidate] | None]()
     least_speed = steps * batch / (3600 * hours)  # samples a second
     step = plan_seconds(job, machine)
     best_speed = max(machine.peak_flops.values()) / (step.model_flops / step.samples)  # per rank: no plan is faster
-    for ranks in (n for n in range(1, min(batch, MOST_RANKS) + 1) if batch % n == 0):
-        if ranks > per_node and ranks % per_node:
-            continue
+    numbers = [
+        n for n in range(1, min(batch, MOST_RANKS) + 1) if batch % n == 0 and (n <= per_node or not n % per_node)
+    ]
+    for ranks in numbers:
         if ranks * best_speed >= least_speed:
             one = replace(job, world_size=ranks, ranks_per_node=min(ranks, per_node))
-            for best in search(one, machine, limits).fitting[:1]:
-                fastest = max(fastest, best.samples_per_second)
+            tried.append(_fastest(one, machine, limits))
+            for best in tried[-1] or ():
                 if best.samples_per_second >= least_speed:
-                    takes, flags = steps * batch / best.samples_per_second / 3600, flags_of(best.plan.job, best.layout)
+                    takes = steps * batch / best.samples_per_second / 3600
+                    flags = flags_of(best.plan.job, best.layout, limits.has_disk)
                     return Answer("deadline", ((ranks, best),), smaller, flags, takes)
         smaller = ranks
-    took = f"the fastest takes {steps * batch / fastest / 3600:.3g} hours" if fastest else "nothing fits"
+    if tried and all(one is None for one in tried):
+        raise RequestError(
+            f"--deadline: no number of ranks that divides a batch of {batch:,} allows --layouts "
+            f"{' '.join(limits.layouts)} (pipelines are for GPT-lites, zeropp for several nodes). Add others, or give "
+            "another --global_batch_size."
+        )
+    speeds = [best.samples_per_second for one in tried for best in one or ()]
+    if speeds:
+        why = f"the fastest takes {steps * batch / max(speeds) / 3600:.3g} hours"
+    elif tried:
+        why = "nothing fits"
+    else:
+        why = f"even at peak speed {_ranks(numbers[-1])} {steps * batch / (numbers[-1] * best_speed) / 3600:.3g} hours"
     raise RequestError(
-        f"--deadline {hours:g}: no cluster finishes {steps:,} steps of {batch:,} samples in that many hours; {took}. "
+        f"--deadline {hours:g}: no cluster finishes {steps:,} steps of {batch:,} samples in that many hours; {why}. "
         "Allow more time, use a faster GPU, or give a larger --global_batch_size with fewer steps."
     )
+
+
+def _fastest(job: Job, machine: Machine, limits: Limits) -> list[Candidate] | None:
+    """The fastest layout, if one fits; None if none is possible on this number of ranks."""
+    try:
+        return list(search(job, machine, limits).fitting[:1])
+    except RequestError:
+        return None
+
+
+def _ranks(number: int) -> str:
+    return "1 rank takes" if number == 1 else f"{number:,} ranks take"

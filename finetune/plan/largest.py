@@ -62,7 +62,8 @@ def most_that_fits(
         )
     found.sort(key=lambda one: (-one[0], -one[1].samples_per_second))
     index, best = found[0]
-    flags = flags_of(best.plan.job, None if limits is None else best.layout)
+    one = best.plan.job
+    flags = flags_of(one, has_disk=True) if limits is None else flags_of(one, best.layout, limits.has_disk)
     flags += f" --per_device_eval_batch_size {best.plan.job.eval_batch}" if best.plan.job.eval_batch else ""
     flags += f" --{flag} {sizes[index]}" if flag else ""
     beyond = sizes[index + 1] if index + 1 < len(sizes) else None

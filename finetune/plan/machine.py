@@ -55,7 +55,7 @@ DEVICE = Rule(f"one of {', '.join(DEVICES)}", lambda found: found in DEVICES)
 COUNT = Rule("a whole number of 1 or more", lambda found: _whole(found) and found >= 1)
 BYTES = Rule("a whole number of 0 or more", lambda found: _whole(found) and found >= 0)
 POSITIVE = Rule("a number above 0", lambda found: _finite(found) and found > 0)
-SECONDS = Rule("a number of 0 or more", lambda found: _finite(found) and found >= 0)
+NOT_NEGATIVE = Rule("a number of 0 or more", lambda found: _finite(found) and found >= 0)
 SHARE = Rule("a share, above 0 and at most 1", lambda found: _finite(found) and 0 < found <= 1)
 LOSS = Rule("a share, 0 or more and below 1", lambda found: _finite(found) and 0 <= found < 1)
 ROWS = Rule("a list of [m, n, k, precision, flops_per_second]", lambda found: isinstance(found, list))
@@ -88,7 +88,7 @@ class Link:
     """Per GPU and direction, as achieved, not as advertised. `latency_seconds`: of each step of a ring."""
 
     bandwidth_bytes_per_second: Annotated[float, POSITIVE]
-    latency_seconds: Annotated[float, SECONDS]
+    latency_seconds: Annotated[float, NOT_NEGATIVE]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Machine:
     gemm_efficiency: Annotated[dict[str, float], dict.fromkeys(PRECISIONS, SHARE)]
     memory_bandwidth: Annotated[float, POSITIVE]  # bytes per second, nominal
     memory_efficiency: Annotated[float, SHARE]  # share of it that streaming kernels reach
-    launch_seconds: Annotated[float, SECONDS]  # the host's time for each kernel that eager PyTorch launches
+    launch_seconds: Annotated[float, NOT_NEGATIVE]  # the host's time for each kernel that eager PyTorch launches
     intra_node: Link  # ring collectives within a node
     inter_node: Link  # and between nodes
     host_link: Link  # pinned host memory; its latency is that of one copy
@@ -135,7 +135,7 @@ class Machine:
     flash_attention_2: Annotated[dict[str, float], dict.fromkeys(("forward", "backward"), SHARE)] = field(
         default_factory=dict
     )
-    board_power_watts: Annotated[float, SECONDS] = 0.0  # per GPU, the board's maximum; 0 if no source gives it
+    board_power_watts: Annotated[float, NOT_NEGATIVE] = 0.0  # per GPU, the board's maximum; 0 if no source gives it
     step_factor: Annotated[float, POSITIVE] = 1.0  # a real step's time / the sum of its operators'
 
     def __hash__(self) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from finetune.errors import RequestError
 from finetune.plan.families.no_text import NO_TEXT
@@ -13,25 +16,70 @@ from finetune.plan.largest import Answer, most_that_fits
 from finetune.plan.machine import Machine
 from finetune.plan.named import model_names
 from finetune.plan.run_model import head_of
-from finetune.plan.search import Limits
+from finetune.plan.search import TRAINER_ALONE, Limits
 from finetune.run.facts import TOKENS, positions_of, tokens_flag
 from finetune.run.recipe import ENGINE_FLAG
 from finetune.run.run import Run
+from finetune.shipped import is_recipes_yaml
 
 LONGEST, BATCH, MODEL, DEADLINE = "longest", "largest_batch", "largest_model", "deadline"
 BATCHES = ("per_device_train_batch_size", "per_device_eval_batch_size")
 OPEN = {LONGEST: tuple(TOKENS), BATCH: BATCHES[:1], MODEL: ("model_name_or_path",), DEADLINE: ()}  # the flags it varies
+FIXING = ("deepspeed", "deepspeed_config", "fsdp", ENGINE_FLAG)  # the flags that fix a run's layout
 BLOCK_STEP, MOST_TOKENS, MOST_BATCH = 64, 2**24, 2**16
 
 
-def small(run: Run) -> Run:
-    """The run with one sample per rank, unless a batch size is given: the recipe's default would leave less room."""
+def check_asked(asked: argparse.Namespace, question: str | None) -> None:
+    """Raises RequestError for options that contradict a question, before anything is planned."""
+    for name in ("price_per_gpu_hour", DEADLINE):
+        if (number := getattr(asked, name)) is not None and not 0 < number < math.inf:
+            raise RequestError(f"--{name} is {number:g}, but it must be a number above 0.")
+    said = question or next((name for name in ("price_per_gpu_hour", "one_more_gpu") if getattr(asked, name)), None)
+    others = ["verify", "estimator"] if said else []
+    if question:
+        others += ["autotune", "write", *(("nodes", "no_search") if question == DEADLINE else ("global_batch_size",))]
+    other = next((name for name in others if (one := getattr(asked, name)) is not None and one is not False), None)
+    other = other or next((name for name in OPEN.get(question or "", ()) if name in asked.flags), None)
+    if other:
+        raise RequestError(f"--{said} cannot be combined with --{other}. Drop one.")
+    if question == MODEL and asked.target and not is_recipes_yaml(asked.target):
+        raise RequestError(f"--{question} searches the known models, but {asked.target} names one. Drop one.")
+    if question == DEADLINE and asked.global_batch_size == 0:
+        raise RequestError("--deadline needs a fixed global batch, but --global_batch_size 0 allows any. Give one.")
+
+
+def check_layouts(run: Run, asked: argparse.Namespace, question: str | None) -> None:
+    """Raises RequestError if a question searches layouts, but the run fixes one. Only a YAML's DeepSpeed config is no
+    obstacle: the flags in the answer overrule it."""
+    if question is None or not (asked.layouts or question == DEADLINE):
+        return
+    for name in FIXING:
+        if run.value(name) and (name in asked.flags or name in ("fsdp", ENGINE_FLAG)):
+            said = "layouts" if asked.layouts else DEADLINE
+            raise RequestError(
+                f"--{said} cannot be combined with --{name} ({run.source(name)}): --{question} would search layouts, "
+                f"but --{name} fixes one. Drop one."
+            )
+
+
+def layouts_of_half(run: Run, layouts: Sequence[str]) -> tuple[str, ...]:
+    """Those for a run that trains 16-bit weights without masters: recipes refuse that --dtype with DeepSpeed."""
+    if TRAINER_ALONE not in layouts:
+        raise RequestError(f"{run.said('dtype')}, which DeepSpeed does not support. Add {TRAINER_ALONE} to --layouts.")
+    return (TRAINER_ALONE,)
+
+
+def small(run: Run, question: str | None = None) -> Run:
+    """The run with one sample per rank, unless a batch size is given: the recipe's default would leave less room. For
+    --longest with the shortest samples: the length given may be more than the model reads."""
+    if question == LONGEST and (flag := tokens_flag(run)):
+        run = run.settled(f"--{LONGEST}", **{flag: TOKENS[flag][1]})
     return run.settled("one, since no batch size is given", **{name: 1 for name in BATCHES if name not in run.given})
 
 
 def allowed(run: Run, limits: Limits, layouts_said: bool, as_asked: bool) -> Limits | None:
     """The layouts to search; None if the run fixes one. NVMe offload is opt-in: it is slow and needs a fast disk."""
-    asked = any(name in run.given for name in ("deepspeed", "deepspeed_config", "fsdp", ENGINE_FLAG))
+    asked = any(name in run.given for name in FIXING)
     if as_asked or (asked and not layouts_said):
         return None
     left_out = (PIPELINE,) if layouts_said or run.value("nvme_path") else (PIPELINE, "zero3_nvme")
@@ -40,16 +88,22 @@ def allowed(run: Run, limits: Limits, layouts_said: bool, as_asked: bool) -> Lim
     return replace(limits, layouts=layouts)
 
 
-def longest(run: Run, machine: Machine, limits: Limits | None, params_per_layer: int | None) -> Answer:
-    def job_at(size: int) -> Job:
-        return job_of(run.settled(f"--{LONGEST}", **{str(flag): size}), machine, params_per_layer)[0]
+def longest(
+    run: Run, machine: Machine, limits: Limits | None, params_per_layer: int | None
+) -> tuple[Answer, list[str]]:
+    """The answer, and notes on its job."""
+
+    def at(size: int | str) -> tuple[Job, dict[str, Any] | None, list[str]]:
+        return job_of(run.settled(f"--{LONGEST}", **{str(flag): size}), machine, params_per_layer)
 
     job, flag = job_of(run, machine, params_per_layer)[0], tokens_flag(run)
     if flag is None or job.model.family in NO_TEXT:
         raise RequestError(f"--{LONGEST}: {run.recipe.script} reads no text. Ask for --{BATCH} instead.")
     grows = flag != "block_size" and not run.value("model_name_or_path")  # a new encoder has enough
     most = MOST_TOKENS if grows else min(positions_of(job.model.sizes.config.get), MOST_TOKENS)
-    return most_that_fits(LONGEST, flag, range(BLOCK_STEP, most + 1, BLOCK_STEP) or (most,), job_at, machine, limits)
+    sizes = [*range(BLOCK_STEP, most + 1, BLOCK_STEP), *((most,) if most % BLOCK_STEP else ())]
+    answer = most_that_fits(LONGEST, flag, sizes, lambda size: at(size)[0], machine, limits)
+    return answer, at(answer.found)[2]
 
 
 def largest_batch(job: Job, machine: Machine, limits: Limits | None) -> Answer:

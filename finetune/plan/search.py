@@ -83,12 +83,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the search may not change. `global_batch`: samples per step; None: any. `precisions`: besides the job's."""
+    """What the search may not change. `global_batch`: samples per step; None: any. `precisions`: besides the job's.
+    `has_disk`: the run names a folder for NVMe offload."""
 
     global_batch: int | None = None
     layouts: Sequence[str] = LAYOUTS
     accumulation: int = 1
     precisions: Sequence[str] = ()
+    has_disk: bool = False
 
 
 @dataclass(frozen=True)

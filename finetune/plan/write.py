@@ -10,7 +10,7 @@ from finetune.plan.job import PIPELINE, Job
 from finetune.plan.search import TRAINER_ALONE, Found, shipped
 
 
-def write(path: Path, found: Found | None) -> str:
+def write(path: Path, found: Found | None, has_disk: bool = False) -> str:
     """Writes the DeepSpeed config of the fastest layout that has one. Returns which flags go with it. Raises
     RequestError if nothing fits, or if the file exists."""
     if found is None or not found.fitting:
@@ -27,12 +27,14 @@ def write(path: Path, found: Found | None) -> str:
         alone += f" ({fastest.samples_per_second / best.samples_per_second:.2f}x as fast)\n"
     assert best is not None
     path.write_text(json.dumps(shipped(best.layout), indent=2) + "\n", encoding="utf-8")
+    flags = flags_of(best.plan.job, has_disk=has_disk)
     recipe = "recipes/causal_lm_pipeline.py" if best.plan.job.engine == PIPELINE else "RECIPE"
-    return f"{alone}wrote {path} ({best.words}); run {recipe} --deepspeed {path} {flags_of(best.plan.job)}"
+    return f"{alone}wrote {path} ({best.words}); run {recipe} --deepspeed {path} {flags}"
 
 
-def flags_of(job: Job, layout: str | None = None) -> str:
-    """The recipe flags that select this job; `layout` adds a shipped config."""
+def flags_of(job: Job, layout: str | None = None, has_disk: bool = False) -> str:
+    """The recipe flags that select this job; `layout` adds a shipped config. `has_disk`: the run already has
+    --nvme_path, or a config that names the folder."""
     flags = [] if layout is None or job.engine == PIPELINE else [f"--deepspeed {layout}"]
     flags += [f"--per_device_train_batch_size {job.micro_batch}", f"--gradient_accumulation_steps {job.accumulation}"]
     flags += [f"--{name} {job.precision == name}" for name in ("bf16", "fp16") if job.precision in (name, "fp32")]
@@ -40,6 +42,6 @@ def flags_of(job: Job, layout: str | None = None) -> str:
         flags.append(f"--activation_checkpoint_interval {job.checkpoint_interval}")
     if job.engine == PIPELINE:
         flags.append(f"--pipeline_parallel_size {job.stages}")
-    if "nvme" in (job.zero.offload_optimizer, job.zero.offload_param):
+    if not has_disk and "nvme" in (job.zero.offload_optimizer, job.zero.offload_param):
         flags.append("--nvme_path FOLDER")
     return " ".join(flags)

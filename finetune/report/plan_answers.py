@@ -83,7 +83,7 @@ def one_more_line(plan: Plan, more: Plan) -> str:
     job, before, faster = more.job, plan.job.world_size, speedup_of(plan, more)
     added = job.world_size - before
     head = "One more GPU" if added == 1 else f"{added} more GPUs, the fewest that this layout can add"
-    far = ", on one more node" if job.world_size > job.ranks_per_node else ""
+    far = ", on another node" if job.world_size > job.ranks_per_node else ""
     return (
         f"{head} ({job.world_size:,} in all{far}): {faster:.2f}x the samples/s, {job.global_batch:,} samples per step, "
         f"{job.world_size / before / faster:.2f}x the price per sample; {gib(more.peak_bytes)} of "

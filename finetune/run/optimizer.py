@@ -76,7 +76,9 @@ def dtype_mistakes(run: Run) -> Iterator[str]:
         yield f"{said}: its range is too small for trained weights. Give bfloat16, or only --fp16 True."
     elif not run.value("model_name_or_path"):
         yield f"{said}, but a model from scratch is trained in fp32. Give --model_name_or_path, or drop it."
-    elif run.value("deepspeed") or run.value("deepspeed_config") or deepspeed_by_accelerate(run):
+    elif deepspeed_by_accelerate(run) or any(
+        (run.value(name) or "none") != "none" for name in ("deepspeed", "deepspeed_config")
+    ):
         yield (
             f"{said}, but DeepSpeed keeps fp32 masters beside weights in bf16. Drop one of them; its config has "
             "bf16.bf16_master_weights_and_grads and bf16_optimizer_states for masters that round."

@@ -80,7 +80,7 @@ def test_one_more_than_a_node_holds_is_on_another_and_gains_less() -> None:
     within, beyond = one_more_of(seven), one_more_of(eight)
     assert (within.job.ranks_per_node, beyond.job.ranks_per_node) == (8, 8)
     assert speedup_of(eight, beyond) / (9 / 8) < speedup_of(seven, within) / (8 / 7)
-    assert "(9 in all, on one more node)" in one_more_line(eight, beyond)
+    assert "(9 in all, on another node)" in one_more_line(eight, beyond)
 
 
 def test_a_pipeline_and_a_group_of_zero_plus_plus_grow_by_their_own_size() -> None:
@@ -109,3 +109,12 @@ def test_the_smallest_cluster_meets_the_deadline_and_no_smaller_one_does() -> No
         smallest_cluster(job, A100, limits, steps, 1e-5)
     with pytest.raises(RequestError, match="the fastest takes"):
         smallest_cluster(job, A100, limits, steps, 0.7 * hours(64))
+
+
+@pytest.mark.parametrize(("model", "layout", "least"), [("gpt2", "zeropp", 16), ("gptlite-small", "pipeline", 2)])
+def test_numbers_of_ranks_on_which_no_layout_is_possible_are_skipped(model: str, layout: str, least: int) -> None:
+    job = replace(JOB, model=model_of(find_model_config(model), model))
+    found = smallest_cluster(job, A100, Limits(64, (layout,)), 100, 2)
+    assert (found.found, found.options[0][1].layout) == (least, layout)
+    with pytest.raises(RequestError, match=f"no number of ranks that divides a batch of 1 allows --layouts {layout}"):
+        smallest_cluster(job, A100, Limits(1, (layout,)), 100, 2)
