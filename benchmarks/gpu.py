@@ -150,7 +150,7 @@ def measured(part: Part, out: Path) -> dict[str, object]:
     lines = [said for line in text.split("\n") if (said := plain(line, out))]
     return {
         "command": in_words(part), "status": ended.kind, "reason": plain(ended.reason or "", out) or None,
-        "seconds": round(seconds, 1), "gpu": gpu_names()[0], "driver": driver_version(),
+        "seconds": round(seconds, 1), "gpu": next(iter(gpu_names()), None), "driver": driver_version(),
         "said": [] if is_done and part.files else lines[-SAID_LINES[is_done] :],
         "versions": {name: found for name in PACKAGES if (found := version(name))},
         "date": time.strftime("%Y-%m-%d"), "what": part.what, "files": part.files,

@@ -45,8 +45,10 @@ def train(peers: Peers, scratch: Path, flags: Mapping[str, Any]) -> dict[str, An
     try:
         peers.run("recipes/causal_lm.py", *flagged({**given, "validation_split_percentage": 1}))
     except SystemExit as error:
-        lines = str(error).strip().splitlines()
-        return {"refused": next((line for line in lines if line.startswith("error: ")), lines[-1])}
+        refusals = [line for line in str(error).splitlines() if line.startswith("error: ")]
+        if not refusals:
+            raise  # a crash is no refusal: the part has failed
+        return {"refused": refusals[0]}
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "loss" in row]
     return {key: [row[key] for row in rows] for key in ("loss", "grad_norm", "step_seconds")}

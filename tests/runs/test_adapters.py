@@ -256,6 +256,7 @@ def test_an_adapter_for_several_labels_a_row_keeps_its_thresholds(bases: dict[st
     chosen = run.json("labels.json")["thresholds"]
     assert len(chosen) == 2
     assert run.json("merged/config.json")["thresholds"] == chosen
+    assert run.json("labels.json")["text_columns"] == run.json("merged/config.json")["text_columns"] == ["text"]
     again = {"do_train": False, "model_name_or_path": run.folder, "validation_file": tmp_path / "rows.jsonl"}
     evaluated = train("seq_cls", tmp_path / "again", again)
     assert [row["threshold"] for row in evaluated.json("per_label.json")] == pytest.approx(chosen)
