@@ -31,7 +31,7 @@ from finetune.models.source import (
     with_labels,
 )
 from finetune.run.facts import NO_LIMIT, tokens_of
-from finetune.run.files import TEXT_COLUMNS
+from finetune.run.files import SETTLED, TEXT_COLUMNS
 from finetune.run.flags.text import ModelArguments
 from finetune.run.sizes import DISTILBERT_POSITIONS, DISTILBERT_SIZES, distilbert_shape
 
@@ -125,7 +125,7 @@ def build_classifier(
         kind = DistilBertForTokenClassification if of_tokens else DistilBertForSequenceClassification
         return kind(scratch_config(arguments, source, tokenizer, label_config))
     config = source.config
-    for name in ("thresholds", TEXT_COLUMNS) if will_train else ():
+    for name in SETTLED if will_train else ():
         if hasattr(config, name):
             delattr(config, name)  # of the old weights and their data
     for key, value in label_config.items():

@@ -14,7 +14,7 @@ from finetune.data.hub import hub_is_reachable
 from finetune.errors import RequestError, first_line, plain
 from finetune.models.whole import refuse_missing
 from finetune.run import facts
-from finetune.run.files import LABELS, TEXT_COLUMNS
+from finetune.run.files import LABELS, SETTLED
 from finetune.safe_read import read_json_object
 from finetune.safe_read.folders import check_model_folder, has_weights, refuse_code
 
@@ -64,7 +64,7 @@ def with_labels(config: Any, adapter: Path | None) -> Any:
     config.id2label = {int(key): str(name) for key, name in dict(names or {}).items()}
     config.label2id = {name: key for key, name in config.id2label.items()}
     config.problem_type, config.architectures = kind, made
-    for name in {"thresholds", TEXT_COLUMNS} & known.keys():
+    for name in known.keys() & set(SETTLED):
         setattr(config, name, known[name])
     return config
 

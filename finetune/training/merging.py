@@ -8,7 +8,7 @@ from typing import Any
 from finetune.models.adapters import write_merged
 from finetune.models.causal import build_causal_lm
 from finetune.models.classifier import build_classifier
-from finetune.run.files import LABELS, TEXT_COLUMNS
+from finetune.run.files import LABELS, SETTLED
 from finetune.run.flags.language import CausalModelArguments
 from finetune.run.flags.text import ModelArguments
 from finetune.safe_read import read_json_object
@@ -46,6 +46,6 @@ def merged(session: Session, source: Any, data: Any, build: Callable[[], Any] | 
 
     place, labels = write_merged(session.folder, build or known, data.tokenizer), session.folder / LABELS
     for name, value in read_json_object(labels).items() if labels.is_file() else ():
-        if name in ("thresholds", TEXT_COLUMNS):
+        if name in SETTLED:
             add_to_config(place, name, value)
     return [f"merged: {place}"]

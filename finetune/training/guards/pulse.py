@@ -38,8 +38,8 @@ class Pulse(threading.Thread):
     """`pids` are the processes of this host by rank, which this one may kill. The main thread calls `tick` as it makes
     progress; this thread watches what it does in between.
 
-    Rank 0 judges, because only it reads all heartbeats; the others read only rank 0's heartbeat and its verdict. If
-    rank 0 itself fails, the others notice, and the lowest rank still alive reports it.
+    Rank 0 judges, because only it reads all heartbeats; the others read rank 0's heartbeat, its verdict, and which
+    ranks of their host have left. If rank 0 itself fails, they notice; the lowest rank still alive reports it.
 
     `has_stepped` returns whether this rank has finished a step since it started: waiting before that (for a tracker,
     or for another rank's compilation lock) is not a fault. A verdict by stillness ends the run only if it `blames`;
