@@ -14,13 +14,13 @@ from finetune.report.published import AVERAGE_MEMORY, THROUGHPUT, published, stu
 from finetune.report.table import Table, print_table
 from finetune.report.text import MIB, fixed
 
-HEADER = ("cell", "samples/s", "step ms", "planned", "by DDP", "published", "peak MiB", "planned", "average", "by DDP",
+HEADER = ("cell", "samples/s", "step ms", "planned", "x DDP", "published", "peak MiB", "planned", "average", "x DDP",
           "published", "last loss")  # fmt: skip
 CHANGES = ("cell", "step time, new/old", "peak memory, new/old", "")
 
 
 def results(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """A line per cell. "by DDP" is throughput, or average memory, divided by that of DDP with the same model, world
+    """A line per cell. "x DDP" is throughput, or average memory, divided by that of DDP with the same model, world
     size, global batch and precision, each repeat by the same repeat."""
     bench = Bench("", Path(), cells_of(map(asdict, rows)))
     return [_line(bench, cell) for cell in bench.cells]

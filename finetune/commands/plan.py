@@ -179,6 +179,13 @@ def _limits(asked: argparse.Namespace, job: Job, planned: Run) -> Limits:
 
 def _run(asked: argparse.Namespace, machine: Machine) -> tuple[Run, list[str]]:
     """The run that the flags describe, on a machine that need not be this one; and notes on it."""
+    run, notes = _described(asked, machine)
+    if asked.gpus_per_node is None and machine.ranks_per_node > 1 and getattr(asked, DEADLINE) is None:
+        notes = [*notes, f"{machine.ranks_per_node} ranks per node are assumed; --gpus_per_node 1 plans for one."]
+    return run, notes
+
+
+def _described(asked: argparse.Namespace, machine: Machine) -> tuple[Run, list[str]]:
     per_node = machine.ranks_per_node if asked.gpus_per_node is None else asked.gpus_per_node
     nodes = 1 if asked.nodes is None else asked.nodes
     for name, number in (("nodes", nodes), ("gpus_per_node", per_node)):

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from finetune.entry.here import resolve_here
 from finetune.errors import FinetuneError, InterruptedRunError, NothingToDoError
@@ -22,7 +23,6 @@ from finetune.run.run import Run
 
 SILENT_RANK_WAITS_SECONDS = 20.0
 INTERRUPTED_RANK_WAITS_SECONDS = 60.0  # while rank 0 closes its trackers; the launcher ends the others with rank 0
-RESUMES = "If a checkpoint was saved, --resume auto continues from it."
 INTERRUPTED = 130  # 128 + SIGINT, the shell convention
 
 
@@ -33,13 +33,27 @@ def run_recipe(recipe: Recipe, main: Callable[[Run], None]) -> None:
         if own_rank() == 0:
             _print(help_of(recipe, sys.modules[main.__module__].__doc__))
         return
-    run_main(lambda: main(_settled(recipe)))
+    run_main(lambda: _train(recipe, main))
 
 
-def _settled(recipe: Recipe) -> Run:
+def _train(recipe: Recipe, main: Callable[[Run], None]) -> None:
+    """Raises KeyboardInterrupt with how to continue."""
     run = resolve_here(recipe, sys.argv[1:], read_launch())
     begin_imports(run)
-    return run
+    try:
+        main(run)
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(_how_to_continue(run)) from stop
+
+
+def _how_to_continue(run: Run) -> str:
+    from finetune.training.checkpoints.manifest import checkpoints_in
+
+    folder = Path(run.values["output_dir"])
+    saved = checkpoints_in(folder.expanduser())
+    if not saved:
+        return f"{folder} holds no checkpoint: the next run starts anew."
+    return f"{folder / saved[0].name} is the newest checkpoint; --resume auto continues from the newest valid one."
 
 
 def _print(text: str) -> None:
@@ -58,9 +72,10 @@ def run_script(parser: argparse.ArgumentParser, main: Callable[[argparse.Namespa
     run_main(lambda: main(parser.parse_args(), read_launch()), "Run the same command again to continue.")
 
 
-def run_main(main: Callable[[], None], mend: str = RESUMES) -> None:
+def run_main(main: Callable[[], None], mend: str = "") -> None:
     """Run `main` and end the process. Exit status: 0 done, 1 the run failed, 2 the request was wrong, 75 a signal
-    stopped it or an earlier run still holds the folder, 130 Ctrl-C; `mend` then says how to continue.
+    stopped it or an earlier run still holds the folder, 130 Ctrl-C; then how to continue is printed: `mend`, or
+    what the KeyboardInterrupt says.
 
     Every rank finds the same error in the request, and only rank 0 prints it. The others wait until the launcher ends
     them, which it does when rank 0 exits; if one exited first, the launcher would kill rank 0 before it printed. If
@@ -70,9 +85,9 @@ def run_main(main: Callable[[], None], mend: str = RESUMES) -> None:
     atexit.register(_leave, done)  # registered first, so called last
     try:
         main()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         if rank == 0:
-            print(f"\nstopped. {mend}", file=sys.stderr, flush=True)
+            print(f"\nstopped. {stop or mend}".rstrip(), file=sys.stderr, flush=True)
         os._exit(INTERRUPTED)
     except InterruptedRunError as error:  # already printed
         if rank != 0:

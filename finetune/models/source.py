@@ -115,7 +115,7 @@ def from_pretrained(auto: Any, flag: str, name: str, arguments: Any) -> Any:
         ) from error
     except Exception as error:  # a malicious folder can raise anything
         reason = plain(first_line(error, 300))
-        tried = "the folder" if looks_local else "the local cache and the hub"
+        tried = "the folder" if looks_local else "a folder of this name, the local cache and the hub"
         raise RequestError(
             f"--{flag} {name}: cannot be loaded; tried {tried} ({reason}). Offline? Give a folder with config.json, "
             "model.safetensors and tokenizer.json (for pictures preprocessor_config.json), or leave the flag out to "

@@ -68,8 +68,9 @@ def read_flat_yaml(
         raise RequestError(f"{said}, but that is a DeepSpeed config. Use --deepspeed {name}.")
     if not is_plain_file(path):
         what = "is not a regular file" if os.path.exists(path) else "there is no such file"
-        near = difflib.get_close_matches(path.stem, files("configs/*.yaml"), 1) if holds == FLAGS else []
-        hint = f"Did you mean {near[0]}? " if near else ""
+        names = [each for each in files("configs/*.yaml") if not each.startswith("bench_")] if holds == FLAGS else []
+        near = difflib.get_close_matches(path.stem, names, 1)
+        hint = f"Did you mean {near[0]}? " if near else f"Shipped ones: {', '.join(names)}. " if names else ""
         raise RequestError(f"{said}: cannot be read ({what}). {hint}Give the path of a YAML file.")
     content = read_yaml(path, name, loader)
     if holds == FLAGS and isinstance(content, dict) and isinstance(content.get("grid"), list):

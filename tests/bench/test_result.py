@@ -120,7 +120,7 @@ def test_the_median_of_the_repeats_that_were_done_stands_for_a_cell() -> None:
 def test_ratios_are_to_ddp_of_the_same_model_and_global_batch() -> None:
     rows = [row(), row("wide-zero1-2x8", seconds=0.2), row("wide-zero1-2x16", seconds=0.2, micro_batch=16)]
     lines = table.results(rows)
-    column = table.HEADER.index("by DDP")
+    column = table.HEADER.index("x DDP")
     assert [line[column] for line in lines] == ["1.00", "0.50", ""]
     assert all(len(line) == len(table.HEADER) for line in lines)
 
@@ -151,14 +151,14 @@ def test_pipelines_stand_beside_the_published_ones(tmp_path: Path) -> None:
 def test_ddp_that_computes_activations_again_is_not_the_base() -> None:
     rows = [row("wide-ddp-2x8-c1", seconds=0.4, checkpoint_interval=1), row("wide-ddp-2x8", seconds=0.2),
             row("wide-zero1-2x8")]  # fmt: skip
-    column = table.HEADER.index("by DDP")
+    column = table.HEADER.index("x DDP")
     assert [line[column] for line in table.results(rows)] == ["0.50", "1.00", "2.00"]
 
 
 def test_the_ratio_to_ddp_is_that_of_the_page(tmp_path: Path) -> None:
     for one in (*repeats(0.1, 0.2, 0.4), *repeats(0.2, 0.2, 0.2, cell="wide-zero1-2x8")):
         append(tmp_path, one)
-    told = table.results(read_rows(tmp_path))[1][table.HEADER.index("by DDP")]
+    told = table.results(read_rows(tmp_path))[1][table.HEADER.index("x DDP")]
     bench = read_bench(tmp_path, "bench")
     assert told == f"{bench.rate_to_ddp(bench.cells[1]):.2f}" == "1.00"  # of 0.5, 1 and 2
 

@@ -488,7 +488,7 @@ SAID = [
     ("DS201", "The nearest is 3", {"train_batch_size": 1, MICRO: 3}, PLAIN),
     ("DS201", "8 x 2 x 4 = 64", {**BASE, "train_batch_size": 65}, FOUR),
     ("DS203", r"the run asks for 0\.5 of its steps", warmup(3), {**TRAINER, **asked(warmup_steps=0.5, max_steps=-1)}),
-    ("DS206", "does not clip, but the run asks for 1.0", SIZES, {**TRAINER, **older("0.19.2")}),
+    ("DS206", "does not clip and ignores --max_grad_norm 1.0", SIZES, {**TRAINER, **older("0.19.2")}),
     ("DS302", r"Use Lamb, or DeepSpeed 0\.19\.6\.$", optimizer("OneBitLamb"), {}),
     ("DS301", "Use SGD", optimizer("sgd"), {}),
     ("DS301", "Use AdamW: DeepSpeed picks the fast version", optimizer("FusedAdam"), {}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import REPO
@@ -45,6 +46,37 @@ def test_a_fault_of_ours_does_not_end_in_0() -> None:
     ended = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert "KeyError" in ended.stderr
+
+
+INTERRUPTED = """
+import os
+from finetune.entry.main import run_recipe
+from finetune.run.recipes.seq_cls import SEQ_CLS
+
+def main(run):
+    {first}
+    raise KeyboardInterrupt
+
+run_recipe(SEQ_CLS, main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "says"),
+    [
+        ("pass", "stopped. {} holds no checkpoint: the next run starts anew."),
+        (
+            "[os.makedirs(f'{{run.values[\"output_dir\"]}}/checkpoint-{{step}}') for step in (9, 12)]",
+            "stopped. {}/checkpoint-12 is the newest checkpoint; --resume auto continues from the newest valid one.",
+        ),
+    ],
+)
+def test_ctrl_c_names_the_newest_checkpoint(tmp_path: Path, first: str, says: str) -> None:
+    script = INTERRUPTED.format(first=first.format())
+    folder = tmp_path / "run"
+    command = [sys.executable, "-c", script, "--output_dir", str(folder)]
+    ended = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr.strip()) == (130, says.format(folder))
 
 
 def test_help_into_a_closed_pipe_is_no_traceback() -> None:

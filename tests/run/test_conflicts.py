@@ -283,6 +283,11 @@ def test_a_mistyped_name_of_a_shipped_config_gets_the_nearest(name: str) -> None
         resolve(CAUSAL_LM, ["--config", name], Launch())
 
 
+def test_a_name_of_no_shipped_config_gets_those_that_there_are() -> None:
+    with pytest.raises(RequestError, match=r"no such file\). Shipped ones: embedding_retrieval, .* Give the"):
+        resolve(CAUSAL_LM, ["--config", "nosuch"], Launch())
+
+
 @pytest.mark.parametrize("name", ["lora_24gb", "lora_24gb.yaml", "recipes/configs/lora_24gb.yaml"])
 def test_a_shipped_yaml_is_taken_by_its_name_too(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

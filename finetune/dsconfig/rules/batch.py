@@ -202,17 +202,17 @@ def clipping_is_stated(config: Config, run: Context) -> Iterator[Finding]:
         yield error(
             "DS206",
             "gradient_clipping",
-            f"gradient_clipping is missing, so DeepSpeed {'clips at its own 1.0' if clips_at else 'does not clip'}, "
-            "but the "
-            f'run asks for {wanted} (--max_grad_norm). Add "gradient_clipping": "auto".',
+            f"gradient_clipping is missing, so DeepSpeed {'clips at its own 1.0' if clips_at else 'does not clip'} and "
+            f'ignores --max_grad_norm {wanted}. Add "gradient_clipping": "auto".',
             mend,
         )
     else:
         yield warning(
             "DS206",
             "gradient_clipping",
-            "gradient_clipping is missing: this DeepSpeed clips at 1.0, older ones not at all, and --max_grad_norm "
-            'changes neither. Add "gradient_clipping": "auto".',
+            f"gradient_clipping is missing. This run is not affected, because --max_grad_norm is {wanted}, as in "
+            f"DeepSpeed without the key. But another --max_grad_norm would have no effect, and DeepSpeed before "
+            f'{".".join(map(str, CLIPS_SINCE))} does not clip. Add "gradient_clipping": "auto".',
             mend,
         )
 
