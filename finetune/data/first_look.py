@@ -24,6 +24,8 @@ from finetune.safe_read.files import open_plain
 
 HEAD_CHARACTERS = 10 << 20  # `datasets` infers the columns of a JSON file from this much
 
+DATA = "the training data"  # in messages
+
 Rows = list[dict[str, Any]]
 
 
@@ -35,34 +37,36 @@ def look_at_columns(run: Any) -> None:
 
 
 def _look(run: Any, name: str) -> None:
-    flags, path = run.recipe.flags, Path(name).expanduser()
-    suffix = path.suffix.lower()
-    wants_text = "text_column_name" in flags
-    kind = "text" if wants_text and suffix in TEXT_FILES else KINDS.get(suffix)
-    kind = "conll" if "tokens_column_name" in flags and suffix not in PARSED else kind
-    wants_tokens, wants_pairs = "tokens_column_name" in flags, "source_column_name" in flags
-    wants_label = "text_column_names" in flags and not run.value("label_column_names")
-    if not path.is_file() or kind is None or not (wants_text or wants_tokens or wants_label or wants_pairs):
+    look = next((LOOKS[group] for group in run.recipe.groups if group in LOOKS), None)
+    path = Path(name).expanduser()
+    if look is None or not path.is_file():
         return
-    rows, where = [{"text": ""}] if kind == "text" else _head(run, name, kind), "the training data"
-    if not rows:
-        return
-    if wants_label:
-        data = run[DataArguments]
-        find_columns(rows, data.text_column_names, data.label_column_name, where)
-    elif wants_pairs:
-        if TRANSLATION not in rows[0]:  # the preparation checks the languages
-            find_pair(list(rows[0]), run[PairArguments], where, True)
-    elif wants_tokens:
-        _look_at_tags(rows, run, name)
-    else:
-        asked = run[CorpusArguments]
-        is_alone = len(named_in(run.value("train_file"))) < 2
-        renames = check_renames(renames_of(asked.column_mapping), list(rows[0]), where, is_alone)
-        rows = [{renames.get(name, name): value for name, value in row.items()} for row in rows]
-        found = find_format(list(rows[0]), rows, asked.text_column_name, where).kind
-        for flag in of_chats_alone(found, asked):
-            raise RequestError(f"{run.said(flag)}, which is for conversations, but {where} has {found}. Drop it.")
+    kind_of, check = look
+    kind = kind_of(path.suffix.lower())
+    rows = [{"text": ""}] if kind == "text" else _head(run, name, kind) if kind else []
+    if rows:
+        check(rows, run, name)
+
+
+def _look_at_labels(rows: Rows, run: Any, _: str) -> None:
+    data = run[DataArguments]
+    if not data.label_column_names:
+        find_columns(rows, data.text_column_names, data.label_column_name, DATA)
+
+
+def _look_at_pairs(rows: Rows, run: Any, _: str) -> None:
+    if TRANSLATION not in rows[0]:  # the preparation checks the languages
+        find_pair(list(rows[0]), run[PairArguments], DATA, True)
+
+
+def _look_at_corpus(rows: Rows, run: Any, _: str) -> None:
+    asked = run[CorpusArguments]
+    is_alone = len(named_in(run.value("train_file"))) < 2
+    renames = check_renames(renames_of(asked.column_mapping), list(rows[0]), DATA, is_alone)
+    rows = [{renames.get(name, name): value for name, value in row.items()} for row in rows]
+    found = find_format(list(rows[0]), rows, asked.text_column_name, DATA).kind
+    for flag in of_chats_alone(found, asked):
+        raise RequestError(f"{run.said(flag)}, which is for conversations, but {DATA} has {found}. Drop it.")
 
 
 def _look_at_tags(rows: Rows, run: Any, name: str) -> None:
@@ -129,4 +133,11 @@ READERS: dict[str, Callable[[Path, str], Rows]] = {
     "json": _of_json,
     "parquet": _of_parquet,
     "conll": _of_conll,
+}
+# By the flags that name a recipe's columns: how a file of some suffix is read, and what checks its rows.
+LOOKS: dict[type, tuple[Callable[[str], str | None], Callable[[Rows, Any, str], None]]] = {
+    DataArguments: (KINDS.get, _look_at_labels),
+    TokenDataArguments: (lambda suffix: KINDS.get(suffix) if suffix in PARSED else "conll", _look_at_tags),
+    PairArguments: (KINDS.get, _look_at_pairs),
+    CorpusArguments: (lambda suffix: "text" if suffix in TEXT_FILES else KINDS.get(suffix), _look_at_corpus),
 }

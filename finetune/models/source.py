@@ -19,7 +19,7 @@ from finetune.safe_read import read_json_object
 from finetune.safe_read.folders import check_model_folder, has_weights, refuse_code
 
 PROBLEMS = (None, "regression", "single_label_classification", "multi_label_classification")  # of transformers
-OF_LABELS = ("architectures", "id2label", "label2id", "problem_type", "thresholds")
+OF_LABELS = ("architectures", "id2label", "label2id", "problem_type", *SETTLED)
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 

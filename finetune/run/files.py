@@ -5,7 +5,7 @@ from finetune.dsconfig.context import NVME_FOLDER
 LOCK = "_lock"  # the Trainer does not push names that begin with "_" to the hub (transformers 5.23, push_to_hub)
 LABELS = "labels.json"  # the classes of a classifier's adapter
 TEXT_COLUMNS = "text_columns"  # in config.json and in LABELS: the columns that a text classifier was trained on
-SETTLED = ("thresholds", TEXT_COLUMNS)  # entries that a run adds to these files at its end
+SETTLED = ("thresholds", TEXT_COLUMNS)  # entries of these files that belong to the trained weights
 # sentence-transformers opens an embedding model by these: its modules, truncation, prompts, and pooling.
 SENTENCE_MODULES, SENTENCE_SIZES = "modules.json", "sentence_bert_config.json"
 SENTENCE_SETTINGS, SENTENCE_POOLING = "config_sentence_transformers.json", "1_Pooling/config.json"

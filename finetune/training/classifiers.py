@@ -8,6 +8,7 @@ from finetune.data.classification import ClassificationData
 from finetune.data.columns import MULTI_LABEL, TOKENS
 from finetune.models.adapters import check_adapter, kept_as, with_adapter
 from finetune.models.classifier import Source, build_classifier, find_source
+from finetune.run.files import TEXT_COLUMNS
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.text import ClassArguments, ModelArguments
 from finetune.training.loss import loss_for, settle_loss_scaling
@@ -33,6 +34,8 @@ def text_classifier(session: Session, source: Source, data: ClassificationData) 
         will_train=training.do_train,
         kept=kept_as(session.run, source.adapter, training.bf16),
     )
+    if training.do_train and labels.task != TOKENS and not data.account.source.startswith("built-in"):
+        setattr(model.config, TEXT_COLUMNS, list(data.account.columns.text))  # an evaluation reads the same ones
     is_float = labels.task in ("regression", MULTI_LABEL)
     settle_loss_scaling(model, label_is_float=is_float, label_per_token=labels.task == TOKENS)
     model = with_adapter(model, adapter, source.adapter, session.run.task.adapter)

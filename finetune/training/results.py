@@ -21,13 +21,12 @@ from finetune.report.run_curves import training_curves
 from finetune.report.run_pictures import share_bars
 from finetune.report.shapes import WIDE
 from finetune.report.svg import write_png
-from finetune.run.files import TEXT_COLUMNS
 from finetune.run.flags.distillation import of_teacher
 from finetune.safe_read import read_json_object
 from finetune.training.merging import merged, use_of
 from finetune.training.metrics import TaskMetrics, confusion, first_output
 from finetune.training.model_card import Card, results_of, write_card
-from finetune.training.run_folder import add_to_config, read_metrics, write_json
+from finetune.training.run_folder import read_metrics, write_json
 from finetune.training.samples import Samples
 from finetune.training.start import Session
 from finetune.training.thresholds import given_labels, label_table
@@ -130,8 +129,6 @@ def write_report(
         counts = confusion(evaluated.predictions, evaluated.label_ids, len(data.labels.names))
         pictures += write_confusion(folder, counts, data.labels)
     account = data.account
-    if session.training.do_train and not account.source.startswith("built-in"):
-        add_to_config(folder, TEXT_COLUMNS, list(account.columns.text))
     card = Card(
         task=f"text {data.labels.task.replace('multi_label_', 'multi-label ')}",
         pipeline_tag="text-classification",

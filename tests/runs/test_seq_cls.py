@@ -92,6 +92,9 @@ def test_a_run_is_reported_with_its_labels_and_all_that_it_logged(own_run: Finis
 def test_a_trained_model_predicts_without_the_training_data(
     own_run: Finished, own_csv: dict[str, Any], tmp_path: Path
 ) -> None:
+    saved = [own_run.folder, *own_run.folder.glob("checkpoint-*")]
+    assert len(saved) > 1
+    assert all(json.loads((path / "config.json").read_text())["text_columns"] == ["review"] for path in saved)
     bare = tmp_path / "bare.csv"
     texts = [row["review"] for row in csv.DictReader(Path(own_csv["test_file"]).read_text().splitlines())]
     bare.write_text("text,review\n" + "".join(f"other words,{text}\n" for text in texts))  # as trained: `review`
