@@ -8,7 +8,7 @@ from finetune.errors import RequestError
 from finetune.plan.job import Job
 from finetune.plan.largest import Answer
 from finetune.plan.machine import Machine
-from finetune.plan.search import MOST_RANKS, Candidate, Limits, search
+from finetune.plan.search import MOST_RANKS, NOT_EVERYWHERE, Candidate, Limits, search
 from finetune.plan.seconds import plan_seconds
 from finetune.plan.write import flags_of
 
@@ -40,8 +40,7 @@ def smallest_cluster(job: Job, machine: Machine, limits: Limits, steps: int | No
     if tried and all(one is None for one in tried):
         raise RequestError(
             f"--deadline: no number of ranks that divides a batch of {batch:,} allows --layouts "
-            f"{' '.join(limits.layouts)} (pipelines are for GPT-lites, zeropp for several nodes). Add others, or give "
-            "another --global_batch_size."
+            f"{' '.join(limits.layouts)} ({NOT_EVERYWHERE}). Add others, or give another --global_batch_size."
         )
     speeds = [best.samples_per_second for one in tried for best in one or ()]
     if speeds:

@@ -32,6 +32,9 @@ MOST_STAGES = 16
 MOST_RANKS = 4096  # the limit of curves and of proposed numbers of ranks
 SHOWN = 12  # of the fastest, besides the fastest of each layout
 TRAINER_ALONE = "none"
+NOT_EVERYWHERE = (
+    "pipeline is for GPT-lites, zeropp for several nodes of GPUs, and some models cannot be sharded by ZeRO-3"
+)
 # In order of preference among equally fast ones: the simplest first. The toolkit has no tensor parallelism.
 # Pipelines go with ZeRO-1: DeepSpeed allows them with ZeRO-0 and -1 only
 # (runtime/pipe/engine.py, __init__), and the toolkit with -1, which is never worse.
@@ -103,23 +106,24 @@ class Found:
 
 
 def search(job: Job, machine: Machine, limits: Limits) -> Found:
-    """Raises RequestError if this number of ranks cannot make the global batch."""
+    """Raises RequestError if this number of ranks cannot make the global batch, or if no layout is possible."""
     if limits.global_batch is not None and limits.global_batch < 1:
         raise RequestError(f"--global_batch_size is {limits.global_batch}, but it must be 1 or more.")
     fitting: list[tuple[float, str, Job]] = []
     failing: list[tuple[str, Job]] = []
     seen = 0
     kinds = _precisions(job, machine, limits)
-    for layout, base in (found for kind in kinds for found in bases(replace(job, precision=kind), machine, limits)):
+    tried = [found for kind in kinds for found in bases(replace(job, precision=kind), machine, limits)]
+    for layout, base in tried:
         options = list(_batches(base, limits, job.micro_batch))
         good = options[: bisect_left(options, True, key=lambda one: not _fits(one, machine))]  # they grow
         seen += len(options)
         if options and not good:
             failing.append((layout, options[0]))
         fitting += [(plan_seconds(one, machine).samples_per_second, layout, one) for one in good]
-    if not seen and tuple(limits.layouts) == ("pipeline",) and job.model.family != "gptlite":
+    if not tried:
         raise RequestError(
-            f"--layouts pipeline: the pipeline recipe trains GPT-lites, and this is a {job.model.family}. Add others."
+            f"--layouts {' '.join(limits.layouts)}: none is possible for this run: {NOT_EVERYWHERE}. Add others."
         )
     if not seen:
         raise RequestError(
