@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from compiled_ops import build, enter, folder_of_this_stack
 from nightly_record import pytest_addoption, pytest_terminal_summary  # noqa: F401  (hooks)
+from nightly_record import pytest_collection_modifyitems as keep_what_is_retried
 from warm_ranks import WarmRanks, is_warm, kill_family
 
 import finetune.run.launch
@@ -205,6 +206,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return len(longest) + (item.path.parent.name not in ("runs", "launch", "export", "security"))
 
     items.sort(key=order)
+    keep_what_is_retried(config, items)
 
 
 @pytest.fixture(scope="session")

@@ -13,14 +13,14 @@ import pytest
 from nightly_record import PRODUCT, RECORD, REPO, git
 
 MOST_COMMITS = 60  # of product code since
-MEND = "Run `bash .ci/nightly`, and commit tests/nightly.json."
+MEND = "Run `bash .ci/nightly`, or after a mend `bash .ci/nightly --nightly_retry`, and commit tests/nightly.json."
 
 
 def faults_of(record: dict[str, Any]) -> list[str]:
     """Why such a record does not count, whatever its age."""
     found = []
-    if record["failed"]:
-        found.append(f"{record['failed']} nightly tests failed")
+    if record["failures"]:
+        found.append(f"nightly tests failed: {', '.join(record['failures'])}")
     if record["selected"] != "nightly" or record["narrowed"]:
         found.append(f"not all nightly tests were asked for: -m {record['selected']!r} {record['narrowed']}")
     if record["uncommitted"]:
@@ -57,13 +57,13 @@ def test_the_last_nightly_run_is_not_long_ago() -> None:
     assert since <= MOST_COMMITS, f"{since} commits of product code since the last nightly run. {MEND}"
 
 
-WHOLE = {"failed": 0, "selected": "nightly", "narrowed": [], "uncommitted": [], "passed": 3, "skipped": {}}
+WHOLE = {"failures": [], "selected": "nightly", "narrowed": [], "uncommitted": [], "passed": 3, "skipped": {}}
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"failed": 1},
+        {"failures": ["tests/test_some.py::test_bad"]},
         {"selected": "not nightly"},
         {"narrowed": ["-k x"]},
         {"uncommitted": [" M a.py"]},
@@ -78,7 +78,7 @@ def test_a_run_that_failed_or_was_narrowed_or_left_tests_out_does_not_count(chan
 
 
 def test_a_run_is_recorded_with_its_reasons_for_skipping(tmp_path: Path) -> None:
-    (tmp_path / "test_some.py").write_text(
+    tests = (
         "import pytest\n"
         "def test_good(): pass\n"
         "def test_bad(): assert False\n"
@@ -89,12 +89,21 @@ def test_a_run_is_recorded_with_its_reasons_for_skipping(tmp_path: Path) -> None
     (tmp_path / "conftest.py").write_text("from nightly_record import *\n")
     env = {**os.environ, "PYTHONPATH": str(REPO / "tests")}
     for more in ([], ["-n", "1"]):
+        (tmp_path / "test_some.py").write_text(tests)
         words = ["-q", "--nightly_record", "record.json", *more]
         subprocess.run([sys.executable, "-m", "pytest", *words], cwd=tmp_path, env=env, capture_output=True)
         record = json.loads((tmp_path / "record.json").read_text())
-        assert (record["passed"], record["failed"], record["skipped"]) == (1, 2, {"no browser": 1})
+        assert (record["passed"], record["skipped"]) == (1, {"no browser": 1})
+        assert record["failures"] == ["test_some.py::test_bad", "test_some.py::test_broken"]
         assert record["commit"] == git("rev-parse", "HEAD")
         assert record["narrowed"] == []
+        (tmp_path / "test_some.py").write_text(
+            f"{tests}def test_new(): assert False\n".replace("assert False", "pass", 1)
+        )
+        subprocess.run([sys.executable, "-m", "pytest", *words, "--nightly_retry"], cwd=tmp_path, env=env)
+        record = json.loads((tmp_path / "record.json").read_text())
+        assert (record["passed"], record["failures"]) == (2, ["test_some.py::test_broken"])
+        assert record["retried"] == [{"commit": git("rev-parse", "HEAD"), "tests": ["test_some.py::test_bad"]}]
 
 
 @pytest.mark.parametrize("fails", ["update", "install", "pytest", "mutants", ""])

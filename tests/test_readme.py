@@ -77,7 +77,9 @@ def write_files(folder: Path) -> None:
     for name in ("summaries.jsonl", "articles.jsonl"):
         (folder / name).write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     answers = [{"prompt": f"Add {i} and 1.", "chosen": f"{i + 1}", "rejected": f"{i + 2}"} for i in range(40)]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    (folder / "preferences.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    pairs = [{"anchor": f"What is {i} and 1?", "positive": f"It is {i + 1}."} for i in range(40)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     (folder / "prompts.jsonl").write_text('{"prompt": "Say it"}\n{"prompt": "Say something else"}\n')
     turns = [{"role": "user", "content": "Say it"}, {"role": "assistant", "content": "Yes."}]
     (folder / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 40)
