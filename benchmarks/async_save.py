@@ -1,18 +1,18 @@
-r"""What a save stalls a run by: synchronous, beside the training, and as stock libraries save, by turns.
+r"""How long a save stalls training: synchronous, asynchronous, and as the stock libraries save, interleaved.
 
     python benchmarks/async_save.py                      # 7, 31 and 69 M parameters, 1 rank and 2 under ZeRO-2
     python benchmarks/async_save.py --sizes 4x256 --repeats 7
     python benchmarks/async_save.py --gpu --sizes 12x768    # one rank on a GPU: async_save_gpu.json
 
-The stall is the time from the call that saves to its return, on the slowest rank. `sync` and `async` are ours, by
---async_save off and on; `stock` is the stock Trainer's save on one rank, and DeepSpeed's save_checkpoint under ZeRO-2,
-which end while the disk has yet to take the bytes; `dcp` is torch.distributed.checkpoint.async_save of the same states
-(one rank). `memcpy` copies as many bytes as the async save has copied on the fullest rank, into memory that is there,
-from the GPU where there is one into pinned memory.
-`step_during` are the seconds of the steps that follow an async save, while it is written, and `step_alone` of as many
-without one, just before. A checkpoint of `async` is `whole after` so many ms from the call's return on. Writes
-docs/results/async_save.json and its page. Ratios are of each turn's own figures, for other work on the machine slows
-all of a turn alike. Run it on a quiet machine for seconds that mean something.
+The stall is the time from the call that saves until it returns, on the slowest rank. `sync` and `async` are our saves
+with --async_save off and on. `stock` is the stock Trainer's save on one rank, and DeepSpeed's save_checkpoint under
+ZeRO-2; both return before the bytes are on the disk. `dcp` is torch.distributed.checkpoint.async_save of the same
+states (one rank). `memcpy` copies as many bytes as the async save copied on the fullest rank into memory that is
+already allocated; on a GPU, from the device into pinned memory.
+`step_during` is the time of a step after an async save, while the checkpoint is being written. `step_alone` is the time
+of a step just before that save. `complete after` is the time from the return of the async save until its checkpoint is
+complete. Writes docs/results/async_save.json and its page. Each ratio is taken within one round, because other work on
+the machine slows a whole round down equally. For meaningful absolute times, run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ KILLS = OUT.with_name("faults_async.jsonl")
 SIZES = ("4x256", "6x512", "8x768")  # layers x hidden size
 LAYOUTS = {"plain": (1, None), "zero2": (2, "zero2")}
 REPEATS, STEPS = 5, 3
-BATCH = 2  # of 128 tokens a rank: a write then lasts for several steps
+BATCH = 2  # samples of 128 tokens per rank: a write then lasts for several steps
 ON_GPU = {"plain": LAYOUTS["plain"]}
 MODES = ("sync", "async", "stock", "dcp", "memcpy", "step_alone", "step_during")
 
 
 def built(size: str, deepspeed: str | None, folder: Path, kind: Any, on_gpu: bool) -> Any:
-    """A Trainer after two steps, whose optimizer has its states."""
+    """A Trainer after two steps, so that its optimizer has its states."""
     from saving import CONTEXT, VOCABULARY, Tokens
     from transformers import TrainingArguments, set_seed
 
@@ -107,7 +107,7 @@ class Rank:
             self.torch.cuda.synchronize()
 
     def turn(self, number: int) -> dict[str, Any]:
-        """Each mode once; which comes first changes with the turn."""
+        """Run each mode once; the order rotates with the round."""
         modes = [("sync", self.sync), ("async", self.async_), ("stock", self.stocks), ("dcp", self.dcp)]
         found: dict[str, Any] = {}
         for name, mode in modes[number % 4 :] + modes[: number % 4]:
@@ -117,7 +117,7 @@ class Rank:
         return found
 
     def settle(self) -> None:
-        """So that none pays for the bytes of another."""
+        """Flush to disk, so that no mode pays for another's bytes."""
         self.torch.distributed.barrier()
         if self.ours.is_world_process_zero():
             os.sync()
@@ -174,7 +174,7 @@ class Rank:
         trainer = self.ours
         for _ in range(STEPS):
             trainer.training_step(trainer.model_wrapped, dict(self.batch), None)
-            if not trainer.is_deepspeed_enabled:  # whose engine steps as it goes back
+            if not trainer.is_deepspeed_enabled:  # DeepSpeed's engine steps in its backward pass
                 trainer.optimizer.step()
                 trainer.optimizer.zero_grad()
 
@@ -186,10 +186,10 @@ def torch_double() -> Any:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """A launch's ranks; the first writes the rows."""
+    """Run on every rank of a launch; the first writes the rows."""
     size, layout = options.part
     rank = Rank(size, LAYOUTS[layout][1], options.folder, options.gpu)
-    turns = [rank.turn(number) for number in range(options.repeats + 1)][1:]  # the first gets its memory and files
+    turns = [rank.turn(number) for number in range(options.repeats + 1)][1:]  # the first allocates memory and files
     if rank.ours.is_world_process_zero():
         count = sum(p.numel() for p in rank.ours.model.parameters())
         rows = [{"parameters": count, "layout": layout, "turn": at, **turn} for at, turn in enumerate(turns)]
@@ -201,7 +201,7 @@ def render(found: dict[str, Any]) -> str:
     """docs/results/async_save.md"""
     rows = found["rows"]
     head = ("parameters", "layout", "copied", "memcpy", "async", "sync", "stock", "DCP async", "async / memcpy")
-    head = (*head, "async / stock", "async / sync", "step beside a write / alone", "async: whole after")
+    head = (*head, "async / stock", "async / sync", "step_during / step_alone", "complete after")
     lines = [" | ".join(head), " | ".join("---:" for _ in head)]
     for count, layout in dict.fromkeys((row["parameters"], row["layout"]) for row in rows):
         own = [row for row in rows if (row["parameters"], row["layout"]) == (count, layout)]
@@ -210,7 +210,7 @@ def render(found: dict[str, Any]) -> str:
         pairs = (("async", "memcpy"), ("async", "stock"), ("async", "sync"), ("step_during", "step_alone"))
         cells += [*(_ratio(own, *pair) for pair in pairs), _median(own, "written_after")]
         lines.append(" | ".join(cells))
-    every = [" | ".join(("parameters", "layout", "turn", *MODES, "whole after")), " | ".join(["---:"] * 11)]
+    every = [" | ".join(("parameters", "layout", "round", *MODES, "complete after")), " | ".join(["---:"] * 11)]
     for row in rows:
         cells = [f"{row['parameters'] / 1e6:.0f} M", row["layout"], str(row["turn"])]
         cells += [f"{1e3 * row[name]:,.0f}" if name in row else "-" for name in (*MODES, "written_after")]
@@ -219,23 +219,25 @@ def render(found: dict[str, Any]) -> str:
     measured = {(row["parameters"], row["layout"]) for row in rows}
     missing, machine = len(SIZES) * len(LAYOUTS) - len(measured), found.get("machine")
     if missing and not machine:
-        tables[0] += f"\n\n{missing} of the {len(SIZES) * len(LAYOUTS)} sizes and layouts are still to be measured."
+        tables[0] += (
+            f"\n\n{missing} of the {len(SIZES) * len(LAYOUTS)} combinations of size and layout are not measured yet."
+        )
     words = {"versions": in_words(found["versions"]), "repeats": found["repeats"]}
     if machine:
-        words |= {"where": f"one rank on {machine};", "away": "several ranks", "flags": " --gpu"}
+        words |= {"where": f"on one rank on {machine}.", "away": "several ranks", "flags": " --gpu"}
     else:
-        where = "on two CPU cores without a GPU that other work shared: seconds are upper bounds, and"
+        where = "on two CPU cores without a GPU, shared with other work: absolute times are upper bounds."
         words |= {"where": where, "away": "GPUs", "flags": ""}
     killed = "" if machine else KILLED.format(kills=kills(list(rows_of(KILLS))))
     return PAGE.format(table=tables[0], **words) + killed + TURNS.format(rows=tables[1])
 
 
 def kills(rows: list[dict[str, Any]]) -> str:
-    """Of runs with --async_save on; a kill counts as one of a write by what it left."""
+    """The table of runs with --async_save on; what a kill left behind tells whether it hit a write."""
     if not rows:
         return "None yet."
-    head = ("run", "kills", "that hit a write", "newest checkpoint torn", "steps lost beyond the last whole checkpoint")
-    lines = [" | ".join((*head, "chains bit-equal")), " | ".join(["---:"] * 6)]
+    head = ("run", "kills", "kills during a write", "newest checkpoint torn", "kills that lost saved steps")
+    lines = [" | ".join((*head, "bit-identical chains")), " | ".join(["---:"] * 6)]
     for run in dict.fromkeys(row["run"] for row in rows):
         struck = [row for row in rows if row["run"] == run and "kill" in row]
         chains = [row for row in rows if row["run"] == run and "kills" in row]
@@ -246,30 +248,40 @@ def kills(rows: list[dict[str, Any]]) -> str:
     return "\n".join(f"| {line} |" for line in lines)
 
 
-PAGE = """# What a save stalls a run by
+PAGE = """# How long a save stalls training
 
-Medians of {repeats} turns, in ms, {where}
-the ratios are medians of those of each turn, with the least and the most. {versions}.
-`python benchmarks/async_save.py{flags}` makes this page; its head says what each column is.
+Medians of {repeats} rounds, in ms, {where}
+Each ratio is the median of the ratios within one round, with the range in parentheses. {versions}.
+Made by `python benchmarks/async_save.py{flags}`.
+
+- `copied`: bytes that an async save copies on the fullest rank.
+- `memcpy`: a plain copy of as many bytes into memory that is already allocated.
+- `async`, `sync`: the stall with `--async_save` on and off, from the call that saves until it returns.
+- `stock`: the stall of the stock Trainer, or of DeepSpeed's `save_checkpoint` under ZeRO-2. Both return before the
+  bytes are on the disk.
+- `DCP async`: the stall of `torch.distributed.checkpoint.async_save`.
+- `step_during`, `step_alone`: a training step while a checkpoint is being written, and just before.
+- `complete after`: time from the return of the async save until its checkpoint is complete.
 
 {table}
 
-The first save of a run is left out: it gets its memory, and has transformers write the weights once. Not shown: {away},
-several hosts, FSDP (whose files are written before training goes on, and only hashed and flushed beside it), and
-disks other than this machine's.
+The first save of a run is excluded: it allocates its memory, and lets transformers write the weights once.
+
+What this does not show: {away}, several hosts, FSDP (its files are written before training continues, and only
+hashing and flushing run in the background), and other disks.
 """
 KILLED = """
 ## Kills
 
 `python benchmarks/faults.py --async_save on --runs RUN --kills N --chains 1` kills ranks and launchers by SIGKILL and
-resumes. It ran once for each row, with as many kills as that says, in one chain: a folder that is killed in again and
-again. Each chain is compared with a run that nobody killed and that saved synchronously. The rows are in
-faults_async.jsonl.
+resumes the run. Each row is one such command: a chain of kills and resumes in a single run folder. The end of each
+chain is compared with a run that was not killed and that saved synchronously. The data is in faults_async.jsonl.
+Saved steps are those in the newest complete checkpoint.
 
 {kills}
 """
 TURNS = """
-## Every turn, in ms
+## Every round, in ms
 
 {rows}
 """
@@ -289,9 +301,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES))
     parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("--gpu", action="store_true", help="one rank, whose model and optimizer are on the GPU")
+    parser.add_argument("--gpu", action="store_true", help="one rank, with model and optimizer on the GPU")
     parser.add_argument("--out", type=Path, help="file; default: in docs/results")
-    parser.add_argument("--folder", type=Path, help="on the disk to be measured (default: that of temporary files)")
+    parser.add_argument(
+        "--folder", type=Path, help="a folder on the disk to measure (default: the one for temporary files)"
+    )
     parser.add_argument("--part", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

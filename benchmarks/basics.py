@@ -1,4 +1,4 @@
-"""What the pages of recipes/basics print, kept in docs/results/basics.json and its pictures; pages.py makes the page.
+"""The output of the lessons in recipes/basics. Writes docs/results/basics.json and its plots; pages.py makes the page.
 
 python benchmarks/basics.py        # about a minute on two cores
 """
@@ -16,13 +16,13 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
 OUT = REPO / "docs" / "results"
-PICTURES = Path("runs") / "basics"  # where the pages leave theirs
+PICTURES = Path("runs") / "basics"  # where the lessons write their plots
 NAMES = "model_parallelism pipeline_by_hand gradient_compression powersgd parameter_server gossip".split()
-HEAD = """# What the pages of recipes/basics print
+HEAD = """# Output of the lessons in recipes/basics
 
-`python benchmarks/basics.py` ran each by the command in its docstring, once, on two CPU cores without a GPU (gloo;
-torch {torch}). Seeds are fixed; the parameter server's and gossip's figures depend on who comes first. The digits are
-scikit-learn's 1,797 (8 x 8 pixels).
+`python benchmarks/basics.py` ran each lesson once, with the command in its docstring, on two CPU cores without a GPU
+(gloo; torch {torch}). Seeds are fixed, but the results of the parameter server and of gossip depend on the order in
+which messages arrive. The digits are scikit-learn's 1,797 images of 8 x 8 pixels.
 """
 
 
@@ -50,7 +50,7 @@ def page(found: dict[str, Any]) -> str:
     for name, row in found["pages"].items():
         lines += [f"## {name}.py, {row['ranks']} ranks", "", "```", *row["printed"], "```", ""]
         if (OUT / "basics" / f"{name}.png").is_file():
-            lines += [f"![The picture that {name}.py draws](basics/{name}.png)", ""]
+            lines += [f"![Plot drawn by {name}.py](basics/{name}.png)", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -1,11 +1,11 @@
-"""What a model learns whose weights are trained in bf16, without fp32 masters: with Kahan summation, and with steps
-that round away. Writes docs/results/bf16_weights.json and bf16_weights.md.
+"""Training bf16 weights without fp32 master weights: with Kahan summation, and in pure bf16, where small updates are
+lost to rounding. Writes docs/results/bf16_weights.json and bf16_weights.md.
 
     python benchmarks/bf16_weights.py               # about two and a half minutes of one core
     python benchmarks/bf16_weights.py --repeats 5
 
-A GPT-lite is trained from scratch on Python's manual, in fp32, and saved. Each arm then goes on from there at a rate as
-fine-tuning has it, on the same samples; a round is one seed of their order.
+A GPT-lite is trained from scratch on Python's manual, in fp32, and saved. Each variant continues from there with a
+learning rate typical of fine-tuning, on the same samples. A round is one seed for their order.
 """
 
 from __future__ import annotations
@@ -70,15 +70,17 @@ def _figures(peers: Peers, base: Path, flags: dict[str, Any]) -> dict[str, Any]:
 def page(found: dict[str, Any]) -> str:
     rounds, steps = found["rounds"], sorted(map(int, next(iter(found["rounds"][0].values()))["eval_loss"]))
     lines = [
-        "# Weights trained in bf16",
+        "# Training with bf16 weights",
         "",
-        f"A GPT-lite, trained from scratch on Python's manual, goes on for {found['steps']} steps at a rate of "
-        f"{found['rate']:g}.",
-        "The gain is what the held-out loss falls by from before the first step, beside that of the same optimizer",
-        "with fp32 masters in the same round: the same samples in the same order. All four compute in bf16.",
-        f"{len(rounds)} rounds: median, and in brackets the least and the most. Sizes are of a checkpoint's files.",
+        f"A GPT-lite, trained from scratch on Python's manual, is trained for {found['steps']} more steps with a "
+        f"learning rate of {found['rate']:g}.",
+        "The gain is the decrease in held-out loss over these steps. The share compares it with the gain of the same",
+        "optimizer with fp32 master weights in the same round, on the same samples in the same order. All four",
+        f"variants compute in bf16. {len(rounds)} rounds: medians, with the range in parentheses. Sizes are those of",
+        "the files in a checkpoint.",
         "",
-        "| weights and optimizer | held-out loss | gain, nats | of the gain with masters | weights, KB | states, KB |",
+        "| weights and optimizer | held-out loss | gain, nats | share of the gain with fp32 masters | weights, KB "
+        "| optimizer states, KB |",
         "|---|---|---|---|---|---|",
     ]
     names = list(ARMS)
@@ -92,7 +94,7 @@ def page(found: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join([name, spread(last, 4), spread(gains, 4), share, *sizes])} |")
     lines += [
         "",
-        "It says nothing of larger models, of other rates or of speed.",
+        "What this does not show: larger models, other learning rates, and speed.",
         "",
         f"Made by `python benchmarks/bf16_weights.py`. {in_words(found['versions'])}",
         "",

@@ -1,12 +1,12 @@
-"""recipes/causal_lm.py as a whole: what it learns, what the Trainer costs, what a large corpus takes.
+"""recipes/causal_lm.py as a whole: validation loss, the Trainer's overhead, and memory for a large corpus.
 
     python benchmarks/causal_lm.py --text ../shared/data/tinyshakespeare/input.txt     # about fifteen minutes
-    python benchmarks/causal_lm.py --text FILE --parts speed                           # one part alone
+    python benchmarks/causal_lm.py --text FILE --parts speed                           # one part only
 
-Writes docs/results/causal_lm.md. Parts: `loss` (nanoGPT's CPU setting, validation loss over the whole held-out text),
-`speed` (step times of the recipe and of plain PyTorch loops over the same model, by turns of 20 steps in one process,
-so that a noisy machine favours none), `corpus` (memory of a run on 1 GB of text: the given one again and again). The
-parts of a model are measured by causal_lm_parts.py, and what a GPU is needed for by causal_lm_gpu.py.
+Writes docs/results/causal_lm.md. Parts: `loss` (nanoGPT's CPU configuration, validation loss over the whole held-out
+text), `speed` (step times of the recipe and of plain PyTorch loops with the same model, interleaved in rounds of 20
+steps in one process, so that a noisy machine favors none), `corpus` (memory of a run on 1 GB of text: the given text,
+repeated). causal_lm_parts.py measures the parts of a model, and causal_lm_gpu.py measures on a GPU.
 """
 
 import argparse
@@ -28,8 +28,12 @@ REPO = Path(__file__).resolve().parents[1]
 OUT = REPO / "docs" / "results"
 CONFIG = "recipes/configs/gptlite_tinyshakespeare.yaml"
 PUBLISHED = {"nanoGPT's README": 1.88}
-TURN, TURNS, WARM_TURNS = 20, 30, 3  # steps of a turn; turns; turns that are not counted
+TURN, TURNS, WARM_TURNS = 20, 30, 3  # steps per round; rounds; warm-up rounds, which are not counted
 CORPUS_BYTES = 10**9
+CORPORA = {
+    "the text as it is": "the text, once",
+    "1 GB of it": "the text, repeated to 1 GB",
+}  # in the data; on the page
 ONLY_TRAIN = "--eval_strategy no --save_strategy no --do_eval False --sample_tokens 0".split()
 
 
@@ -56,12 +60,12 @@ def loss(text: str, scratch: Path) -> dict:
 
 
 def speed(text: str, scratch: Path) -> dict:
-    """Milliseconds a step, of each turn: of the recipe and of the loops; and medians of the recipe's parts."""
+    """Milliseconds per step in each round, for the recipe and the loops; and medians of the recipe's parts."""
     return json.loads(run([__file__, "--text", text, "--turns", str(scratch / "speed")]).splitlines()[-1])
 
 
 def turns(text: str, folder: str) -> None:
-    """The recipe, stopped every TURN steps for as many of each plain loop. Prints JSON."""
+    """Run the recipe, pausing it every TURN steps to run as many of each plain loop. Prints JSON."""
     import transformers.trainer as upstream
     from accelerate.optimizer import AcceleratedOptimizer
     from transformers import TrainerCallback
@@ -114,7 +118,7 @@ def watch(owner: type, name: str, seconds: list[float]) -> None:
 
 
 class PlainLoop:
-    """What one would write without the Trainer: the same model, batches, clipping and schedule, in fp32."""
+    """What one would write without the Trainer: the same model, batch size, clipping and schedule, in fp32."""
 
     def __init__(self, text: str, fused: bool) -> None:
         import torch
@@ -170,7 +174,7 @@ def corpus(text: str, scratch: Path) -> dict:
         for _ in range(CORPUS_BYTES // len(content)):
             file.write(content)
     found = {}
-    for name, path in (("the text as it is", Path(text)), ("1 GB of it", large)):
+    for name, path in zip(CORPORA, (Path(text), large), strict=True):
         caches = {"FINETUNE_CACHE": str(scratch / "finetune"), "HF_DATASETS_CACHE": str(scratch / "datasets")}
         command = recipe(str(path), scratch / path.stem, *ONLY_TRAIN, "--max_steps", "2")
         start, peak = time.perf_counter(), 0.0
@@ -187,7 +191,7 @@ def corpus(text: str, scratch: Path) -> dict:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that it started."""
+    """A process and all its descendants."""
     members = [pid]
     try:
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -199,7 +203,7 @@ def family(pid: int) -> list[int]:
 
 
 def anonymous_mib(pid: int) -> float:
-    """Memory that is no file's (mapped files leave when room is needed), what is shared counted once: Pss_Anon."""
+    """Anonymous memory in MiB, shared pages counted once (Pss_Anon). Mapped files are left out: they can be evicted."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -208,23 +212,29 @@ def anonymous_mib(pid: int) -> float:
 
 
 def render(results: dict) -> str:
-    """The page in docs/results/, from the figures kept beside it."""
-    lines = ["# recipes/causal_lm.py", "", results["machine"] + ". Made by"]
+    """Render the page in docs/results/ from the data beside it."""
+    lines = ["# recipes/causal_lm.py: loss, step time and memory", "", results["machine"] + ". Made by"]
     lines += ["`python benchmarks/causal_lm.py --text ../shared/data/tinyshakespeare/input.txt`.", ""]
     if found := results.get("loss"):
-        lines += ["## nanoGPT's character setting for a CPU: 2,000 steps of 12 x 64 characters, fp32", ""]
+        lines += ["## nanoGPT's character-level CPU configuration: 2,000 steps of 12 x 64 characters, fp32", ""]
         lines += ["| run | validation loss |", "|---|---|"]
-        took = f"{found['seconds']:.0f} s in all"
+        took = f"run time: {found['seconds']:.0f} s"
         lines += [f"| recipe, over the whole held-out text ({took}) | {found['eval_loss']:.4f} |"]
         lines += [f"| {name}, over random batches | {value} |" for name, value in PUBLISHED.items()]
         lines += [
             "",
-            "The same steps, batches and split. The learning rate (4e-3, nanoGPT's is 1e-3) was chosen by this loss.",
+            "Steps, batch size and data split are the same. The learning rate (4e-3; nanoGPT uses 1e-3) was chosen by",
+            "this loss.",
         ]
     if found := results.get("speed"):
         ours = found["turns"]["recipe"]
-        lines += ["", f"## Step time: {len(ours)} turns of {TURN} steps in one process (fp32, two threads)", ""]
-        lines += ["| run | ms a step, median | 10% | 90% | recipe / it by turn: median (10% to 90%) |"]
+        lines += ["", f"## Step time: {len(ours)} rounds of {TURN} steps in one process (fp32, two threads)", ""]
+        lines += [
+            "The recipe and the loops are interleaved. The ratio is the recipe's step time over the run's, per round.",
+            "",
+        ]
+        lines += ["| run | ms per step, median | 10th percentile | 90th percentile "]
+        lines[-1] += "| recipe / run, median (10th to 90th percentile) |"
         lines += ["|---|---|---|---|---|"]
         for name, values in found["turns"].items():
             tenths = statistics.quantiles(values, n=10)
@@ -235,21 +245,31 @@ def render(results: dict) -> str:
             lines.append(f"| {name} | {shown} | {apart} |")
         lines += [
             "",
-            "The recipe's AdamW is the fused one, so that the second ratio is what the Trainer costs: its loader,",
+            "The recipe uses fused AdamW, so the second ratio is the Trainer's overhead: its data loader, and",
+            "accelerate's lookups in each backward pass and optimizer step. A plain loop would normally use torch's",
+            "default AdamW.",
         ]
-        lines += ["and the look-ups of accelerate in each backward and step. A plain loop would take torch's default."]
-        lines += ["", "Where the time goes, medians in ms:", "", "| part | recipe | plain loop |", "|---|---|---|"]
+        lines += [
+            "",
+            "Where the time of a step goes, medians in ms:",
+            "",
+            "| part | recipe | plain loop |",
+            "|---|---|---|",
+        ]
         rest = {}
         for name, parts in (("recipe", found["parts"]), ("plain loop", found["loop parts"])):
             rest[name] = statistics.median(found["turns"][name]) - sum(parts.values())
         for part, value in found["parts"].items():
             lines.append(f"| {part} | {value:.2f} | {found['loop parts'][part]:.2f} |")
-        lines.append(f"| all else | {rest['recipe']:.2f} | {rest['plain loop']:.2f} |")
+        lines.append(f"| everything else | {rest['recipe']:.2f} | {rest['plain loop']:.2f} |")
     if found := results.get("corpus"):
-        lines += ["", "## Memory for a large corpus (character tokens, tokenizing included, all processes)", ""]
-        lines += ["| corpus | MB | peak MiB that are no file's | seconds |", "|---|---|---|---|"]
+        lines += ["", "## Memory for a large corpus (character tokens)", ""]
+        lines += ["Tokenization is included. Peak memory is anonymous memory, summed over all processes.", ""]
+        lines += ["| corpus | size, MB | peak memory, MiB | seconds |", "|---|---|---|---|"]
         for name, row in found.items():
-            lines.append(f"| {name} | {row['bytes'] / 1e6:,.0f} | {row['peak_mib']:,.0f} | {row['seconds']:.0f} |")
+            lines.append(
+                f"| {CORPORA[name]} | {row['bytes'] / 1e6:,.0f} | {row['peak_mib']:,.0f} | {row['seconds']:.0f} |"
+            )
     return "\n".join(lines) + "\n"
 
 

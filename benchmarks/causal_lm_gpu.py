@@ -1,12 +1,12 @@
 """recipes/causal_lm.py on one NVIDIA GPU, at the shape of GPT-2 124M. Writes docs/results/causal_lm_gpu.md and .json.
 
     python benchmarks/causal_lm_gpu.py                                # all parts, sized for a GPU of 80 GiB
-    python benchmarks/causal_lm_gpu.py --batch 4 --parts training     # a smaller GPU; one part alone
-    python benchmarks/causal_lm_gpu.py --trial --repeats 1            # does it run? toy size, also without a GPU
+    python benchmarks/causal_lm_gpu.py --batch 4 --parts training     # a smaller GPU; one part only
+    python benchmarks/causal_lm_gpu.py --trial --repeats 1            # a dry run at toy size, also without a GPU
 
 Parts: `training` (the recipe, the stock Trainer on stock GPT-2, and a plain compiled loop over the recipe's model),
-`cross_entropy` (head and loss with all logits at once, and by `LossHead`), `checkpointing` (none, every layer, every
-2nd). Runs alternate, each in a process of its own. A part that is run alone replaces its section of the page and leaves
+`cross_entropy` (head and loss with all logits at once, and with `LossHead`), `checkpointing` (none, every layer, every
+2nd layer). Runs are interleaved, each in its own process. Running one part replaces its section of the page and keeps
 the others. Nothing is downloaded.
 """
 
@@ -43,7 +43,7 @@ CHUNK = CHUNK_TOKENS["cuda"]  # what the recipe takes on a GPU
 
 @dataclass(frozen=True)
 class Scale:
-    """How large everything is."""
+    """The size of model, batch and run."""
 
     layers: int = 12
     width: int = 768
@@ -52,9 +52,9 @@ class Scale:
     block: int = 1024
     batch: int = 16
     steps: int = 80
-    warmup: int = 30  # compilation, and the allocator's first rounds
+    warmup: int = 30  # steps for compilation and the allocator's warm-up
     window: int = 10  # steps between two logs of the recipe
-    passes: int = 20  # of the two parts that time a step alone
+    passes: int = 20  # timed steps in the two parts that time single steps
     head_tokens: int = 16_384
     compiled: bool = True  # recipe and loop
 
@@ -65,8 +65,8 @@ ABOVE, OFF = "peak GiB above the start", "gradients off by"
 
 
 def prepare(scale: Scale, folder: Path) -> None:
-    """What all runs share: seeded text, its tokens, and a model whose vocabulary is larger than its tokenizer's, for
-    speed does not depend on which tokens occur."""
+    """Write what all runs share: seeded text, its tokens, and a model. The model's vocabulary is larger than the
+    tokenizer's, because speed does not depend on which tokens occur."""
     text = "".join(random.Random(0).choices("etaoin shrdlu\n", k=(scale.steps + 4) * scale.batch * scale.block))
     (folder / "train.txt").write_text(text)
     tokenizer = train_text_tokenizer("byte", [], 256, scale.block, with_end=True)
@@ -83,7 +83,7 @@ def gpt_lite(scale: Scale):
 
 
 def recipe(scale: Scale, folder: Path, whole_logits: bool) -> dict:
-    """One run of the recipe, by its own flags and its own meter (metrics.jsonl, train_results.json)."""
+    """Run the recipe once, with its own flags; figures are its own (metrics.jsonl, train_results.json)."""
     flags = f"--block_size {scale.block} --per_device_train_batch_size {scale.batch} --max_steps {scale.steps} "
     flags += f"--logging_steps {scale.window} --bf16 True --torch_compile {scale.compiled} --eval_strategy no "
     flags += "--save_strategy no --do_eval False --sample_tokens 0 --validation_split_percentage 1 "
@@ -103,7 +103,7 @@ def recipe(scale: Scale, folder: Path, whole_logits: bool) -> dict:
 
 
 def stock(scale: Scale, folder: Path, tf32: bool, attention: str) -> dict:
-    """The Trainer as a tutorial has it on GPT-2: default optimizer, default dropout, default everything."""
+    """The Trainer as a tutorial uses it with GPT-2: default optimizer, default dropout, all defaults."""
     marks = {}
 
     class Clock(TrainerCallback):
@@ -126,7 +126,7 @@ def stock(scale: Scale, folder: Path, tf32: bool, attention: str) -> dict:
 
 
 def loop(scale: Scale, folder: Path) -> dict:
-    """What one would write by hand: the recipe's model compiled, autocast, fused AdamW, batches already on the GPU."""
+    """A hand-written loop: the recipe's model compiled, autocast, fused AdamW, batches already on the GPU."""
     torch.set_float32_matmul_precision("high")  # as the Trainer does where it compiles
     model = gpt_lite(scale).to(DEVICE).train()
     forward = torch.compile(model) if scale.compiled else model
@@ -150,14 +150,14 @@ def step(forward, model, optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 def speed(scale: Scale, model, seconds: float) -> dict:
-    """Of the steps after the warm-up; FLOPs utilization by the recipe's definition (finetune/training/speed.py)."""
+    """Figures of the steps after warm-up; MFU as the recipe defines it (finetune/training/speed.py)."""
     tokens = (scale.steps - scale.warmup) * scale.batch * scale.block / seconds
     peak, flops = peak_flops(), FLOPS_PER_PARAM_AND_TOKEN * multiplied_parameters(model)
     return {"tokens/s": tokens, "MFU": tokens * flops / peak if peak else None, "peak GiB": peak_memory_bytes() / 2**30}
 
 
 def head(scale: Scale, folder: Path, chunk: int, bf16: bool) -> dict:
-    """Forward and backward of head and loss, `chunk` 0 for all logits at once, and how far gradients are from fp32."""
+    """Forward and backward of head and loss (`chunk` 0: all logits at once), and the gradients' distance from fp32."""
     torch.manual_seed(0)
     x = torch.randn(1, scale.head_tokens, scale.width, device=DEVICE, requires_grad=True)
     targets = torch.randint(scale.vocab, (1, scale.head_tokens), device=DEVICE)
@@ -182,7 +182,7 @@ def head(scale: Scale, folder: Path, chunk: int, bf16: bool) -> dict:
 
 
 def layers(scale: Scale, folder: Path, every: int) -> dict:
-    """A step of the model in bf16, its loss by `LossHead`, with every so many layers checkpointed; 0 for none."""
+    """A step in bf16 with the loss computed by `LossHead`, checkpointing every `every` layers; 0 for none."""
     model = gpt_lite(scale).to(DEVICE).train()
     use_chunked_loss(model, CHUNK)
     if every:
@@ -193,8 +193,8 @@ def layers(scale: Scale, folder: Path, every: int) -> dict:
 
 
 def timed(work, passes: int) -> dict:
-    """Milliseconds a pass, and memory, counted from after two passes."""
-    before = peak_memory_bytes()  # on a CPU from before them, for no peak can be set back
+    """Milliseconds per pass and peak memory, measured after two warm-up passes."""
+    before = peak_memory_bytes()  # on a CPU before warm-up, because its peak cannot be reset
     work()
     work()
     if DEVICE == "cuda":
@@ -209,14 +209,14 @@ def timed(work, passes: int) -> dict:
 
 
 def now() -> float:
-    """The clock in seconds, once the GPU has done all it was given."""
+    """The clock in seconds, once the GPU has finished all queued work."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def call(command: list[str], folder: Path) -> str:
-    """Run it with its caches in `folder`, on the first GPU alone: the Trainer would spread over all of them."""
+    """Run a command with its caches in `folder`, on the first GPU only: the Trainer would use all of them."""
     own = {"FINETUNE_CACHE": str(folder / "cache"), "HF_DATASETS_CACHE": str(folder / "datasets")}
     own["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     done = subprocess.run(command, cwd=REPO, env={**os.environ, **own}, capture_output=True, text=True)
@@ -246,26 +246,27 @@ RUNS = {
         name: partial(layers, every=every) for every, name in enumerate(("none", "every layer", "every 2nd layer"))
     },
 }
-ASKED = [  # part, figure, run, by which other run, bound
+ASKED = [  # part, figure, run, the run that it is divided by, target
     ("training", "tokens/s", RECIPE, STOCK, ">= 1.7"),
     ("training", "tokens/s", RECIPE, LOOP, ">= 0.95"),
     ("cross_entropy", ABOVE, CHUNKED.format("bf16", CHUNK), PLAIN.format("bf16"), "<= 0.25"),
     ("cross_entropy", "ms", CHUNKED.format("bf16", CHUNK), PLAIN.format("bf16"), "<= 1"),
     ("cross_entropy", OFF, CHUNKED.format("fp32", CHUNK), None, "<= 1e-05"),
 ]
-TRIAL_NOTE = """**A TRIAL AT TOY SIZE. It shows that the script runs, and no figure here means anything.** On a CPU,
-memory is `ru_maxrss`, the largest resident set of the whole process, and not an allocator's peak."""
+TRIAL_NOTE = """**TRIAL AT TOY SIZE. It only shows that the script runs; its figures are meaningless.** On a CPU, memory
+is `ru_maxrss`, the largest resident set of the whole process, and not an allocator's peak."""
 NOTES = {
-    "training": "MFU: 6 FLOPs a token and parameter that it meets, by the half-precision peak. GPT-2 has "
-    "its own dropout of 0.1, the recipe's model none. A GPU older than Ampere has no TF32.",
-    "cross_entropy": "Forward and backward, TF32 off. Off by: the largest difference from a gradient of the plain head "
-    "in fp32, by the largest gradient of its tensor.",
-    "checkpointing": "A step in bf16, not compiled, loss by LossHead. At the start the optimizer's state is there.",
+    "training": "MFU: 6 FLOPs per token and active parameter, divided by the peak rate in half precision. GPT-2 has "
+    "its own dropout of 0.1, the recipe's model has none. GPUs older than Ampere have no TF32.",
+    "cross_entropy": "Forward and backward, TF32 off. Gradients off by: the largest difference from a gradient of the "
+    "plain head in fp32, relative to the largest gradient of that tensor.",
+    "checkpointing": "One step in bf16, not compiled, loss computed by LossHead. The optimizer's state is allocated "
+    "before the start.",
 }
 
 
 def measure(part: str, scale: Scale, repeats: int) -> dict:
-    """The runs of one part by name, alternating; of each, its figures as often as it was repeated."""
+    """Figures of each run of a part, by name, one entry per repeat; the runs are interleaved."""
     found: dict[str, list] = {name: [] for name in RUNS[part]}
     with tempfile.TemporaryDirectory() as folder:
         if part == "training":
@@ -280,11 +281,11 @@ def measure(part: str, scale: Scale, repeats: int) -> dict:
 
 
 def render(results: dict) -> str:
-    """The page in docs/results/, from the figures kept beside it."""
+    """Render the page in docs/results/ from the data beside it."""
     lines = ["# recipes/causal_lm.py on one GPU", "", "Made by `python benchmarks/causal_lm_gpu.py`."]
     if results["trial"]:
         lines += ["", TRIAL_NOTE]
-    lines += ["", "| figure | run | by | found | asked for | met |", "|---|---|---|---|---|---|"]
+    lines += ["", "| figure | run | divided by | measured | target | met |", "|---|---|---|---|---|---|"]
     for part, figure, run, other, asked in ASKED:
         if part in results:
             runs = results[part]["runs"]
@@ -295,7 +296,7 @@ def render(results: dict) -> str:
             lines.append(f"| {figure} | {run} | {other or '-'} | {found:.3g} | {asked} | {met} |")
     for part in filter(results.__contains__, RUNS):
         runs = results[part]["runs"]
-        lines += ["", f"## {part}", "", f"{results[part]['setting']}. {NOTES[part]}", ""]
+        lines += ["", f"## {part.replace('_', ' ').capitalize()}", "", f"{results[part]['setting']}. {NOTES[part]}", ""]
         columns = list(next(iter(runs.values()))[0])
         lines += ["| " + " | ".join(["run", *columns]) + " |", "|---" * (len(columns) + 1) + "|"]
         for name, rows in runs.items():
@@ -310,14 +311,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="*", choices=list(RUNS), default=list(RUNS))
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--batch", type=int, help=f"blocks in a step; default: {Scale.batch}")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="recipe and loop")
-    parser.add_argument("--trial", action="store_true", help="toy size, on a CPU where there is no GPU")
-    parser.add_argument("--out", type=Path, help="folder; default: docs/results, and for a trial a temporary one")
+    parser.add_argument("--batch", type=int, help=f"blocks per step (default: {Scale.batch})")
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=True, help="for the recipe and the plain loop"
+    )
+    parser.add_argument("--trial", action="store_true", help="toy size; uses a CPU if there is no GPU")
+    parser.add_argument("--out", type=Path, help="folder (default: docs/results; for a trial, a temporary one)")
     parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if DEVICE == "cpu" and not options.trial:
-        print("error: torch sees no GPU, which this measures. --trial shows whether it runs.", file=sys.stderr)
+        print(
+            "error: torch sees no GPU, but this benchmark measures one. --trial checks that the script runs.",
+            file=sys.stderr,
+        )
         sys.exit(2)
     scale = TRIAL if options.trial else Scale()
     scale = replace(scale, batch=options.batch or scale.batch, compiled=options.compile)

@@ -1,10 +1,10 @@
-"""The parts of a language model's run that cost memory or time: head and loss, checkpointing, packing, document mask.
+"""Memory and time of a language model's parts: head and loss, activation checkpointing, packing, document mask.
 
     python benchmarks/causal_lm_parts.py --sst2 ../shared/data/sst2          # about five minutes on two CPU cores
-    python benchmarks/causal_lm_parts.py --parts cross_entropy               # one part alone
+    python benchmarks/causal_lm_parts.py --parts cross_entropy               # one part only
 
 Writes docs/results/causal_lm_parts.md. Memory is the growth of the largest resident set (`ru_maxrss`) of a process that
-measures one thing alone. On a GPU: causal_lm_gpu.py.
+measures a single variant. causal_lm_gpu.py measures on a GPU.
 """
 
 import argparse
@@ -30,7 +30,7 @@ DEEP_BATCH, STEPS = 4, 4
 
 
 def alone(*words: str) -> dict:
-    """What this file prints as its last line when it is run with `words`, in a process of its own."""
+    """The last line, as JSON, that this file prints when run with `words` in its own process."""
     done = subprocess.run([sys.executable, __file__, *words], cwd=REPO, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr[-2000:])
@@ -51,7 +51,7 @@ def cross_entropy() -> dict:
 
 
 def head(chunk: int) -> dict:
-    """Forward and backward of head and loss in fp32: seconds, and MiB above what the process had before."""
+    """Forward and backward of head and loss in fp32: seconds, and MiB above the process's peak before."""
     import torch
     from torch import nn
 
@@ -67,11 +67,11 @@ def head(chunk: int) -> dict:
         return loss
 
     kind = LossHead if chunk else nn.Linear
-    step(kind(8, 32, bias=False), torch.randn(1, 16, 8), torch.randint(32, (1, 16)))  # what is imported on first use
+    step(kind(8, 32, bias=False), torch.randn(1, 16, 8), torch.randint(32, (1, 16)))  # triggers imports on first use
     torch.manual_seed(0)
     x, targets = torch.randn(1, TOKENS, WIDTH, requires_grad=True), torch.randint(VOCABULARY, (1, TOKENS))
     layer = kind(WIDTH, VOCABULARY, bias=False)
-    layer.weight.grad = torch.zeros_like(layer.weight)  # both have it; it is not what is compared
+    layer.weight.grad = torch.zeros_like(layer.weight)  # both variants have it; it is not part of the comparison
     before, times = peak_mib(), []
     for _ in range(STEPS):
         x.grad = None
@@ -92,7 +92,7 @@ def checkpointing() -> dict:
 
 
 def deep(interval: int) -> dict:
-    """Training steps of 12 layers in fp32: MiB above weights, gradients and optimizer states, and seconds a step."""
+    """Training steps of 12 layers in fp32: MiB above weights, gradients and optimizer states; seconds per step."""
     import torch
 
     from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
@@ -102,7 +102,7 @@ def deep(interval: int) -> dict:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     ids = torch.randint(256, (DEEP_BATCH, DEEP["max_position_embeddings"]))
     model(input_ids=ids[:1, :8], labels=ids[:1, :8]).loss.backward()
-    optimizer.step()  # gradients and states are there now
+    optimizer.step()  # now gradients and optimizer states are allocated
     optimizer.zero_grad(set_to_none=False)
     if interval:
         model.activation_checkpointing_enable(every_n_layers=interval)
@@ -118,7 +118,7 @@ def deep(interval: int) -> dict:
 
 
 def packing(sst2: str | None) -> dict:
-    """Padding in the training blocks, for texts of real lengths."""
+    """Share of padding in the training blocks, for texts with real-world lengths."""
     from finetune.data.causal_lm import prepare_corpus
     from finetune.run.flags.language import BlockArguments, CorpusArguments
     from finetune.run.launch import Launch
@@ -140,7 +140,7 @@ def packing(sst2: str | None) -> dict:
 
 
 def document_mask() -> dict:
-    """Seconds a step, by turns, of one batch of blocks with several documents each: with and without the mask."""
+    """Seconds per pass with and without the mask, interleaved: one batch of blocks with several documents each."""
     import torch
 
     from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
@@ -149,7 +149,7 @@ def document_mask() -> dict:
     length = DEEP["max_position_embeddings"]
     model = GPTLiteForCausalLM(GPTLiteConfig(**{**DEEP, "num_hidden_layers": 6}, vocab_size=256)).train()
     ids = torch.randint(256, (DEEP_BATCH, length))
-    places = torch.arange(length) % (length // 4)  # four documents a block
+    places = torch.arange(length) % (length // 4)  # four documents per block
     given = {"no mask": {}, "document mask": {"position_ids": places.expand(DEEP_BATCH, -1)}}
     found: dict = {name: [] for name in given}
     for turn in range(REPEATS * 4 + 1):
@@ -162,24 +162,23 @@ def document_mask() -> dict:
 
 
 def render(results: dict) -> str:
-    """The page in docs/results/, from the figures kept beside it."""
-    lines = ["# Parts of a language model's run", "", results["machine"] + ". Made by"]
+    """Render the page in docs/results/ from the data beside it."""
+    lines = ["# Memory and time of a language model's parts", "", results["machine"] + ". Made by"]
     lines += [
-        "`python benchmarks/causal_lm_parts.py --sst2 ../shared/data/sst2`. Medians (smallest to largest) of as many",
-        "turns as stand there.",
+        "`python benchmarks/causal_lm_parts.py --sst2 ../shared/data/sst2`. Figures are medians over rounds, with the",
+        "range in parentheses. Ratios of times are taken within one round.",
         "",
     ]
-    titles = {
-        "cross_entropy": f"Head and loss, {TOKENS:,} tokens x {WIDTH} x {VOCABULARY:,}, fp32, forward and backward",
-        "checkpointing": f"Checkpointing, 12 layers x {DEEP['hidden_size']}, {DEEP_BATCH} x 512 tokens, fp32, a step",
-    }
+    head = f"Output head and loss: {TOKENS:,} tokens, hidden size {WIDTH}, vocabulary {VOCABULARY:,}"
+    deep = f"Activation checkpointing: 12 layers, hidden size {DEEP['hidden_size']}, {DEEP_BATCH} x 512 tokens"
+    titles = {"cross_entropy": f"{head}; fp32, forward and backward", "checkpointing": f"{deep}; fp32, one step"}
     for part, title in titles.items():
         if part not in results:
             continue
         lines += [
             f"## {title}",
             "",
-            "| | turns | seconds | peak MiB above the start | time against the first | memory |",
+            "| variant | rounds | seconds | peak above the start, MiB | time / first row | memory / first row |",
         ]
         lines += ["|---|---|---|---|---|---|"]
         first = next(iter(results[part].values()))
@@ -192,7 +191,8 @@ def render(results: dict) -> str:
             lines.append(f"| {name} | {len(runs)} | {row} |")
         same = {name: runs[0] for name, runs in results[part].items()}
         exact = [key for key in next(iter(same.values())) if key not in ("seconds", "peak_mib")]
-        lines += ["", "| | " + " | ".join(exact) + " |", "|---" * (len(exact) + 1) + "|"]
+        lines += ["", "Loss, and norms of gradients, that each variant computed:"]
+        lines += ["", "| variant | " + " | ".join(exact) + " |", "|---" * (len(exact) + 1) + "|"]
         lines += [f"| {name} | " + " | ".join(f"{run[key]:.8g}" for key in exact) + " |" for name, run in same.items()]
         lines += [""]
     if found := results.get("packing"):
@@ -201,13 +201,18 @@ def render(results: dict) -> str:
         for text, kinds in found.items():
             for kind, row in kinds.items():
                 lines.append(f"| {text} | {kind} | {row['documents']:,} | {row['blocks']:,} | {row['padding']:.2%} |")
-        lines += ["", "Without packing (`none`) a batch is padded to its longest row alone, so less than this.", ""]
+        lines += [
+            "",
+            "Without packing (`none`), a batch is padded only to its longest row, so real padding is lower.",
+            "",
+        ]
     if found := results.get("document_mask"):
         plain, masked = (statistics.median(values) for values in found.values())
         ratios = [b / a for a, b in zip(*found.values(), strict=True)]
-        lines += [f"## Document mask: 6 layers x {DEEP['hidden_size']}, {DEEP_BATCH} x 512 tokens, 4 documents a block"]
-        lines += ["", "| | seconds, forward and backward |", "|---|---|", f"| no mask | {plain:.3f} |"]
-        lines += [f"| document mask | {masked:.3f} |", f"| ratio, by {len(ratios)} turns | {spread(ratios, 3)} |"]
+        lines += [f"## Document mask: 6 layers, hidden size {DEEP['hidden_size']}, {DEEP_BATCH} x 512 tokens"]
+        lines[-1] += ", 4 documents per block"
+        lines += ["", "| variant | seconds, forward and backward |", "|---|---|", f"| no mask | {plain:.3f} |"]
+        lines += [f"| document mask | {masked:.3f} |", f"| ratio, over {len(ratios)} rounds | {spread(ratios, 3)} |"]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -217,7 +222,7 @@ def column(runs: list[dict], key: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sst2", help="folder with SST-2's train.tsv, for its lengths")
+    parser.add_argument("--sst2", help="folder with SST-2's train.tsv, used for its text lengths")
     parts = {"cross_entropy": cross_entropy, "checkpointing": checkpointing, "document_mask": document_mask}
     parser.add_argument("--parts", nargs="*", default=[*parts, "packing"])
     parser.add_argument("--head", type=int, help=argparse.SUPPRESS)

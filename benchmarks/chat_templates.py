@@ -1,11 +1,11 @@
-"""Are the assistant's tokens learnt, all of them and no others? Templates of 25 families of models, rebuilt as
-behaviour from what is publicly known of them, times kinds of conversations, with contents that templates trip over.
+"""Does the loss count all of the assistant's tokens and no others? Tests the templates of 25 model families, rebuilt
+from what is publicly known about them, on several kinds of conversations whose contents are hard for templates.
 
     python benchmarks/chat_templates.py     # writes docs/results/chat_templates.json
 
 benchmarks/pages.py makes the page.
 
-A conversation is exact where the learnt tokens decode to what the family's model has to say, its end mark included.
+A conversation is exact if the learned tokens decode to what the family's model has to say, with its end-of-turn token.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ TEMPLATES = ROOT / "tests" / "data" / "chat_templates"
 DATA = ROOT / "docs" / "results" / "chat_templates.json"
 FORMATS = ("single", "multi", "system", "reasoning", "tools")
 ROWS = 40  # conversations of each cell
-BLANK_ROWS = 4  # of these with blanks round the contents
+BLANK_ROWS = 4  # of these, with whitespace around the contents
 
 
 class Family(NamedTuple):
-    """What its model says of a turn: `words` with {words}, `thought` with {words} and {thought}, `call` with {name} and
-    {arguments}. None where the template takes no such turn; what is left out of "final" holds for earlier turns."""
+    """What the model writes in a turn: `words` has {words}, `thought` has {words} and {thought}, `call` has {name} and
+    {arguments}. None if the template supports no such turn. `final` is the last turn, if it differs from the others."""
 
     words: str | None
     thought: str | None = None
@@ -87,7 +87,7 @@ FAMILIES = {
     "vicuna": Family(" {words}</s>", trims=True),
     "zephyr": Family("{words}</s>"),
 }
-# Words, and what stands in contents that a search for them would trip over.
+# Words, and contents that would mislead a text search for the answers.
 WORDS = "Two and two are four . assistant user [x] {y} é 日本 </b> 7 19 \\n \" ' # * 1907 model : INST".split()
 SPECIAL = """
 <|im_start|> <|im_end|> <|im_sep|> <|start_header_id|> <|end_header_id|> <|eot_id|> <start_of_turn>
@@ -110,7 +110,7 @@ TOOL = {
 
 
 def tokenizer_of(name: str, has_marks: bool = True) -> Any:
-    """Of bytes, with the marks of all families as tokens of their own, or as nothing but text."""
+    """A byte tokenizer, with the special tokens of all families as tokens, or as plain text."""
     from finetune.data.tokenizer import train_text_tokenizer
 
     made = train_text_tokenizer("byte", [], 0, 8192, with_end=True)
@@ -123,7 +123,7 @@ def tokenizer_of(name: str, has_marks: bool = True) -> Any:
 
 
 def conversations(format_: str, family: Family, seed: int = 0) -> Iterator[tuple[list[dict[str, Any]], Any, str]]:
-    """Turns, tools, and what is to be learnt of them all, joined."""
+    """Turns, tools, and the text to be learned from all of them, joined."""
     draw = random.Random(f"{format_} {seed}")
 
     def text(blanks: bool = False) -> str:
@@ -148,13 +148,13 @@ def conversations(format_: str, family: Family, seed: int = 0) -> Iterator[tuple
             as_words = (family.final or family.words) if is_last else family.words
             if format_ == "reasoning":
                 shape = family.thought if is_last else family.words
-                # Half of the rows have the thought in a field of its own, as gpt-oss wants it.
+                # Half of the rows have the thought in its own field, as gpt-oss requires.
                 if row % 2 or family.thought == HARMONY:
                     answer = {"role": "assistant", "reasoning_content": thought, "content": words}
                 else:
                     answer = {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\n{words}"}
                     if shape == "{words}<｜end▁of▁sentence｜>":
-                        words = f"\n\n{words}"  # R1 keeps what stands after </think> as it is
+                        words = f"\n\n{words}"  # R1 keeps the text after </think> unchanged
                 turns.append(answer)
                 wanted.append(str(shape).format(words=words, thought=thought))
             else:
@@ -164,13 +164,13 @@ def conversations(format_: str, family: Family, seed: int = 0) -> Iterator[tuple
 
 
 def takes(family: Family, format_: str) -> bool:
-    """Whether the family's template knows conversations of this kind."""
+    """Whether the family's template supports conversations of this kind."""
     known = {"system": family.system, "reasoning": family.thought, "tools": family.call}
     return bool(known.get(format_, True))
 
 
 def judge(name: str, format_: str, has_marks: bool = True) -> dict[str, int]:
-    """How many conversations are exact, and how many are not; with the first that is not, where one is."""
+    """How many conversations are exact, how many are not, and the first that is not."""
     from finetune.data.chat.conversation import conversation
 
     tokenizer = tokenizer_of(name, has_marks)
@@ -180,22 +180,25 @@ def judge(name: str, format_: str, has_marks: bool = True) -> dict[str, int]:
         said = tokenizer.decode([i for i, used in zip(made.ids, made.learnt, strict=True) if used])
         counts["exact" if said == wanted else "other"] += 1
         if said != wanted:
-            counts.setdefault("first", f"{wanted!r} was wanted, and {said!r} is learnt")  # type: ignore[arg-type]
+            counts.setdefault("first", f"expected {wanted!r}, but {said!r} is learned")  # type: ignore[arg-type]
     return counts
 
 
 def render(rows: list[dict[str, Any]]) -> str:
-    """The page."""
+    """Render the page."""
     cells = {(row["template"], row["format"]): row for row in rows}
     exact, every = (sum(row[name] for row in rows) for name in ("exact", "conversations"))
     lines = [
-        "# Which tokens of a conversation are learnt",
+        "# Chat templates: which tokens are learned",
         "",
         f"Of {every:,} conversations under {len({row['template'] for row in rows})} templates, {exact:,} are exact:",
-        "the learnt tokens decode to the assistant's words, calls and thoughts as the template writes them, with the",
-        "mark that ends each turn, and to nothing else. The templates are rebuilt from what is publicly known of the",
-        "models (`tests/data/chat_templates/`); a dash stands where one takes no such conversation. `glm4` writes no",
-        "end mark, and a run says so; `deepseek_r1` and `qwq` leave thoughts out, and a run says that.",
+        "the tokens that the loss counts decode to the assistant's words, tool calls and thoughts as the template",
+        "writes them, with each end-of-turn token, and to nothing else. The templates are rebuilt from public",
+        "information about the models (`tests/data/chat_templates/`). `glm4` writes no end-of-turn token, and",
+        "`deepseek_r1` and `qwq` drop thoughts; a run says so.",
+        "",
+        "The columns are kinds of conversations: one user turn, several, several with a system message, with thoughts,",
+        "and with tool calls. A dash means that the template does not support this kind.",
         "",
         "Made by `python benchmarks/chat_templates.py`.",
         "",

@@ -1,14 +1,14 @@
-"""What `finetune check` says of a hundred faults, beside what DeepSpeed, accelerate and the Trainer say, and when.
+"""What `finetune check` reports on a hundred faults, compared with DeepSpeed, accelerate and the Trainer, and when.
 
-    python benchmarks/check.py                   # writes docs/results/check.json, of which pages.py makes the page
-    python benchmarks/check.py --only "stage 4"  # the faults whose name has these words, printed
+    python benchmarks/check.py                   # writes docs/results/check.json; pages.py makes the page
+    python benchmarks/check.py --only "stage 4"  # prints the faults whose names contain these words
 
-A fault that has been run as it stands, with these releases, is not run again; all of them take about 20 minutes on two
-cores. What `finetune check` says is asked anew each time.
+A fault that has already run unchanged with these releases is not run again; all of them take about 20 minutes on two
+cores. `finetune check` itself runs on every fault each time.
 
-Each fault of check_cases.py is run for real by each of the three: a tiny model, two steps, one process. A process of
-its own holds every run; it is forked from one that has imported the libraries, and their import is added to its
-seconds, as a user would wait for it.
+Each of the three really runs each fault of check_cases.py: a tiny model, two steps, one process. Every run has its own
+process, forked from one that has imported the libraries. The import time is added to its seconds, because a user would
+wait for it.
 """
 
 import argparse
@@ -38,7 +38,7 @@ ABOUT_AUTO = ("DS204", "DS205", "DS807")
 
 
 def found_by_us(fault: Fault) -> str | None:
-    """The message, where the fault is named as it must be."""
+    """The message, if the fault is reported with the right code, severity and wording."""
     from finetune.dsconfig.check import check
 
     for placed in check(fault.text, run_of(**fault.run)).found:
@@ -55,7 +55,7 @@ def why_not_here(run: dict) -> str:
 
 
 def for_deepspeed(fault: Fault) -> str:
-    """The same fault in numbers, for an engine that fills no "auto"."""
+    """The same fault with numbers instead of "auto", for an engine that resolves none."""
     if isinstance(fault.config, str) or fault.code in ABOUT_AUTO or fault.run.get("engine") == "deepspeed":
         return fault.text
 
@@ -69,7 +69,7 @@ def for_deepspeed(fault: Fault) -> str:
     return json.dumps({**autos, **filled(fault.config)}, indent=2)
 
 
-# What a forked process does. Each gives the engine that DeepSpeed made.
+# What a forked process runs. Each function returns the engine that DeepSpeed built.
 
 
 def by_deepspeed(config: Path, arguments: dict, pipeline: bool):
@@ -172,7 +172,7 @@ RUNNERS = {"deepspeed": by_deepspeed, "accelerate": by_accelerate, "trainer": by
 
 
 def child(answer, runner: str, text: str, arguments: dict, pipeline: bool, shows: str) -> None:
-    """Run, and answer (status, what was said, seconds). Whatever the libraries print goes nowhere."""
+    """Run, and send (status, message, seconds). The libraries' output is discarded."""
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -214,7 +214,7 @@ def tried(fork, runner: str, text: str, run: dict, shows: str = "") -> tuple[str
 
 
 def key_of(fault: Fault) -> str:
-    """Of all that decides what the libraries say."""
+    """A hash of everything that the libraries' answer depends on."""
     return hashlib.sha256(repr((fault.text, fault.run, fault.shows, in_words(versions()))).encode()).hexdigest()[:16]
 
 
@@ -231,7 +231,7 @@ def measure(only: str, known: dict[str, dict]) -> dict:
     imports = time.perf_counter() - start
     torch.set_num_threads(1)
     fork = multiprocessing.get_context("fork")
-    compiling = fork.Process(target=compile_ops, args=(ON_DISK,))  # once on a machine, outside of every figure
+    compiling = fork.Process(target=compile_ops, args=(ON_DISK,))  # once per machine, outside all measured times
     compiling.start()
     compiling.join()
     rows = []
@@ -264,7 +264,7 @@ def good_ones(fork) -> list[dict]:
     for good in GOOD:
         report = check(json.dumps(good.config), run_of(**good.run))
         row = {"name": good.name, "errors": len(report.errors), "warnings": len(report.found) - len(report.errors)}
-        engine = good.run.get("engine")  # None is a recipe of ours, which fills more before it starts
+        engine = good.run.get("engine")  # None is one of our recipes, which fills in more before it starts
         half = good.config.get("fp16", {}).get("enabled") is True or "zero_quantized" in json.dumps(good.config)
         if engine and good.run.get("world_size", 1) == 1 and not half:
             row["runs"] = tried(fork, engine, json.dumps(good.config), good.run)[:2]
@@ -274,7 +274,7 @@ def good_ones(fork) -> list[dict]:
 
 
 def cold_seconds() -> list[float]:
-    """`finetune check` on all shipped configs, in a new process each time."""
+    """Seconds of `finetune check` on all shipped configs, each time in a new process."""
     files = [str(path) for path in sorted((REPO / "ds_configs").glob("zero*.json"))]
     command = [str(Path(sys.executable).with_name("finetune")), "check", *files, "--world_size", "16", "--gpu"]
     times = []
@@ -290,60 +290,61 @@ def render(result: dict) -> str:
     named = [row for row in rows if row["ours"]]
     run_here = [row for row in rows if row["deepspeed"][0] in ("runs", "refuses", "ends", "hangs")]
     lines = [
-        "# `finetune check` beside DeepSpeed, accelerate and the Trainer",
+        "# `finetune check` compared with DeepSpeed, accelerate and the Trainer",
         "",
         f"`python benchmarks/check.py`; {result['machine']}.",
         "",
-        f"- Faults named, with the right code and message: **{len(named)} of {len(rows)}** "
-        f"({100 * len(named) / len(rows):.0f}%). The rules were written with these in view: the figure says that "
-        f"none was "
-        "lost, not that there are no others.",
-        f"- Errors on sound configs: **{sum(row['errors'] for row in good)}** on {len(good)} of `check_cases.py` "
-        f"({sum(row.get('runs', [''])[0] == 'runs' for row in good)} of them trained here, two steps each) and on "
-        "the 9 shipped ones (a test).",
-        "- `finetune check` on the 8 shipped ZeRO configs, a new process each time: median "
+        f"- Faults reported with the right code and message: **{len(named)} of {len(rows)}** "
+        f"({100 * len(named) / len(rows):.0f}%). The rules were written with these faults in view. The figure shows "
+        "that none of them is missed, not that there are no other faults.",
+        f"- Errors reported on valid configs: **{sum(row['errors'] for row in good)}** on {len(good)} configs of "
+        f"`check_cases.py` ({sum(row.get('runs', [''])[0] == 'runs' for row in good)} of them were trained here for "
+        "two steps) and on the 9 shipped configs (a test checks this).",
+        "- `finetune check` on the 8 shipped ZeRO configs, each time in a new process: median "
         f"**{statistics.median(result['cold_seconds']):.2f} s** ({min(result['cold_seconds'])} to "
         f"{max(result['cold_seconds'])}), without torch.",
-        f"- Importing torch, transformers, accelerate and DeepSpeed took {result['imports']} s last, before any "
-        "of them can say anything; an import is in all seconds below. Loading a real model comes on top for a user.",
+        f"- Importing torch, transformers, accelerate and DeepSpeed took {result['imports']} s in the latest run. None "
+        "of them can report anything before that, so all times below include an import. For a user, loading a real "
+        "model adds to them.",
         "",
     ]
-    for engine, title in (("deepspeed", "DeepSpeed alone"), ("accelerate", "accelerate"), ("trainer", "the Trainer")):
+    for engine, title in (("deepspeed", "DeepSpeed alone"), ("accelerate", "accelerate"), ("trainer", "Trainer")):
         quiet = sum(row[engine][0] == "runs" for row in rows)
         stop = [row[engine][2] for row in rows if row[engine][0] == "refuses"]
         lines.append(
             f"- {title}: of the {sum(row[engine][0] in ('runs', 'refuses', 'ends', 'hangs') for row in rows)} faults "
-            f"that can be run here it trains on with {quiet} without an error, and refuses {len(stop)}"
-            + (f", after {statistics.median(stop):.0f} s in the median." if stop else ".")
+            f"that can be run here, it trains with {quiet} without an error and refuses {len(stop)}"
+            + (f" (median: after {statistics.median(stop):.0f} s)." if stop else ".")
         )
     lines += [
         "",
         "## Each fault",
         "",
-        'Each one is run as the file stands: "trains on" means two steps without an error, with what the engine then '
-        "used where that can be asked. A fault is not one for all three: a flag of the Trainer means nothing to "
-        "DeepSpeed alone, and each of them refuses for reasons of its own as well.",
+        "The column `finetune check` has the code of the finding. The others have the seconds until an error, and the "
+        'error. "trains" means two steps without an error, followed by the value that the engine used, where it can '
+        "be read. Each config is run as it is. Not every fault concerns all three: a Trainer flag means nothing to "
+        "DeepSpeed alone, and each of them also refuses configs for its own reasons.",
         "",
-        "| fault | ours | DeepSpeed alone | accelerate | the Trainer |",
+        "| fault | `finetune check` | DeepSpeed alone | accelerate | Trainer |",
         "|---|---|---|---|---|",
     ]
     for row in rows:
         cells = [_cell(*row[engine]) for engine in ENGINES]
         lines.append(f"| {row['name']} | {row['code'] if row['ours'] else '**missed**'} | " + " | ".join(cells) + " |")
-    lines += ["", f"{len(run_here)} of the {len(rows)} could be run on this machine."]
+    lines += ["", f"{len(run_here)} of the {len(rows)} faults could be run on this machine."]
     return "\n".join(lines) + "\n"
 
 
 def _cell(status: str, said: str, seconds: float) -> str:
     said = re.sub(r"(/[\w.-]+)+/", "", said).replace("|", "/").replace("`", "'")
     said = said if len(said) <= 110 else f"{said[:107]}..."
-    words = {"runs": "trains on", "refuses": f"{seconds:.0f} s:", "hangs": "hangs", "ends": "ends"}
+    words = {"runs": "trains:" if said else "trains", "refuses": f"{seconds:.0f} s:", "hangs": "hangs", "ends": "ends"}
     return f"{words[status]} {said}".strip() if status in words else status
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="the faults whose name has these words; nothing is written")
+    parser.add_argument("--only", default="", help="only faults whose names contain these words; writes nothing")
     only = parser.parse_args().only
     os.environ |= {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
     path = OUT / "check.json"

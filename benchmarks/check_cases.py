@@ -1,6 +1,6 @@
-"""Configs with one fault each, and sound ones: what `finetune check` must name, and what it must leave alone.
+"""Configs with one fault each, which `finetune check` must report, and valid configs, on which it must report no error.
 
-The tests hold every line of it; `python benchmarks/check.py` runs DeepSpeed, accelerate and the Trainer on each fault.
+Tests check every case; `python benchmarks/check.py` runs DeepSpeed, accelerate and the Trainer on each fault.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ def asked(**arguments: Any) -> dict[str, Any]:
 
 
 def zero(stage: int | str, **keys: Any) -> dict[str, Any]:
-    """A sound config of a stage, with more keys in its section."""
+    """A valid config for a stage, with more keys in its section."""
     gather = {"stage3_gather_16bit_weights_on_model_save": True} if stage in (3, "3") else {}
     return {**BASE, "zero_optimization": {"stage": stage, **gather, **keys}}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`config` is a dict, or the file's own text. `shows` is asked of DeepSpeed's engine where it starts all the same:
-    what it then really uses."""
+    """`config` is a dict, or the text of the file. If DeepSpeed's engine starts nevertheless, the expression `shows`
+    tells what it really uses."""
 
     name: str
     code: str
@@ -809,7 +809,7 @@ FAULTS = [
 
 @dataclass(frozen=True)
 class Good:
-    """A config that is sound for its run: no error may be named."""
+    """A config that is valid for its run: no error may be reported."""
 
     name: str
     config: dict[str, Any]
@@ -850,7 +850,7 @@ STAGE3 = {
 }
 HERE = {**TRAINER, **GPU}
 ALONE = {**PLAIN, **GPU}
-# The shapes that transformers' tests and guide, accelerate's templates, and DeepSpeed's tutorials and tests give.
+# Configs as in transformers' tests and guide, accelerate's templates, and DeepSpeed's tutorials and tests.
 GOOD = [
     Good("nothing but auto", ALL_AUTO, HERE),
     Good("Trainer: ZeRO-1", {**ALL_AUTO, "zero_optimization": {"stage": 1}}, HERE),

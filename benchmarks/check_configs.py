@@ -1,6 +1,7 @@
-"""Configs as people write them, sound and not, by a seed: benchmarks/check_truth.py judges `finetune check` by them.
+"""Generates valid and faulty configs as people write them, from a seed: benchmarks/check_truth.py tests `finetune
+check` with them.
 
-Each starts from a sound base and gets up to three changes, most of them harmless, some of them not.
+Each starts from a valid base and gets up to three changes, most of them harmless.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ OPTIMIZERS: list[Json] = [
 
 
 def configs(count: int, seed: int) -> dict[str, str]:
-    """The texts by file name. The same seed gives the same texts."""
+    """The generated texts by file name. The same seed gives the same texts."""
     chance = random.Random(seed)
     return {f"generated_{number:03}.json": _text(chance, number) for number in range(count)}
 
@@ -170,7 +171,7 @@ def _text(chance: random.Random, number: int) -> str:
 
 
 def _base(chance: random.Random) -> Json:
-    """Sound for the one who reads it, whose values are numbers for DeepSpeed alone and often "auto" for others."""
+    """A valid config, with numbers, as DeepSpeed alone needs them, or with "auto", which the others resolve."""
     auto, stage = chance.random() < 0.5, chance.choice((0, 1, 2, 2, 3, 3))
     config: Json = {
         "train_micro_batch_size_per_gpu": "auto" if auto else 8,

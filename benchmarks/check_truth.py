@@ -1,11 +1,11 @@
-"""The verdicts of `finetune check` beside what DeepSpeed, the Trainer and accelerate themselves make of the same files.
+"""The verdicts of `finetune check`, compared with those of DeepSpeed, the Trainer and accelerate on the same files.
 
     python benchmarks/check_truth.py                  # 400 generated configs; writes docs/results/check_truth.*
-    python benchmarks/check_truth.py FOLDER           # every *.json of a folder, printed
+    python benchmarks/check_truth.py FOLDER           # prints the verdicts on every *.json in a folder
 
-Upstream's own code reads, fills and builds each: `DeepSpeedConfig`, the Trainer's `HfTrainerDeepSpeedConfig` with
-`TrainingArguments`, accelerate's `DeepSpeedPlugin`, and of the engine what it checks of an optimizer and a schedule. No
-model is trained: what only a step would show is not seen here (benchmarks/check.py trains).
+Upstream's own code reads, fills and builds each file: `DeepSpeedConfig`, the Trainer's `HfTrainerDeepSpeedConfig` with
+`TrainingArguments`, accelerate's `DeepSpeedPlugin`, and the engine's checks of optimizer and schedule. No model is
+trained, so faults that only a step would reveal are not seen here (benchmarks/check.py trains).
 """
 
 import argparse
@@ -24,37 +24,37 @@ from check_configs import configs
 OUT = Path(__file__).resolve().parents[1] / "docs" / "results"
 ENGINES = ("recipe", "trainer", "accelerate", "deepspeed")
 SEED, COUNT, STEPS = 17, 400, ARGUMENTS["max_steps"]
-# Errors about what upstream goes on with, to do something else than the file or the flags say; docs/check.md has each.
+# Errors about what upstream accepts, only to do something else than the file or the flags say; see docs/check.md.
 SILENT = {
-    "DS004": "the last of two values counts",
-    "DS101": "a slip of the pen is ignored",
-    "DS105": "trains in fp32, for the old name is not read",
-    "DS104": "a number in quotes is read by some and not by others",
-    "DS204": "the text auto is taken for a value",
-    "DS208": "updates after each micro-batch, whatever the flag says",
-    "DS206": "clips at another norm than the flag says",
-    "DS301": "an optimizer's parameters without a type are ignored",
+    "DS004": "uses the last of two values",
+    "DS101": "ignores a misspelled key",
+    "DS105": "trains in fp32, because the old name is not read",
+    "DS104": "reads a quoted number in some places and not in others",
+    "DS204": "takes the text auto as a value",
+    "DS208": "updates after each micro-batch, regardless of the flag",
+    "DS206": "clips at a different norm than the flag says",
+    "DS301": "ignores optimizer parameters without a type",
     "DS304": "fails, or is slow, at the first step",
-    "DS309": "falls to a rate of 0 after the warm-up",
-    "DS312": "trains uphill, to NaN, or at a rate that falls where it should rise",
-    "DS407": "a loss scale that never falls",
+    "DS309": "drops to a learning rate of 0 after warm-up",
+    "DS312": "trains uphill, to NaN, or with a learning rate that falls where it should rise",
+    "DS407": "never lowers the loss scale",
     "DS408": "trains in fp32",
     "DS405": "the engine refuses it",
-    "DS501": "saves shards that nothing opens",
-    "DS507": "the engine refuses it once the model is built",
+    "DS501": "saves shards that nothing can open",
+    "DS507": "the engine refuses it, but only after the model is built",
     "DS601": "offloads nothing",
     "DS602": "offloads nothing",
     "DS609": "offloads nothing",
     "DS701": "the engine refuses it",
     "DS702": "does nothing",
-    "DS904": "a secret",
+    "DS904": "accepts a secret in the file",
     "DS906": "fails at the first step",
-    "DS905": "a recipe's folder would be no model",
+    "DS905": "would leave a recipe's output folder without a model",
 }
 
 
 def libraries():
-    """What upstream has to say is asked for in one process, on a CPU."""
+    """Import the upstream libraries in one process, on a CPU."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
     import logging
 
@@ -73,10 +73,10 @@ def libraries():
     deepspeed.comm.comm.cdb = group
     nothing = mock.MagicMock()
     for kind in (builder.OpBuilder, cpu_builder.CPUOpBuilder, no_impl.NotImplementedBuilder):
-        kind.load = lambda self, verbose=True: nothing  # constructors are asked, and nothing is compiled
+        kind.load = lambda self, verbose=True: nothing  # run constructors without compiling anything
 
     class Engine(deepspeed.DeepSpeedEngine):
-        """Without a model: what it makes of the sections of its config."""
+        """An engine without a model, for its checks of the config's sections."""
 
         def __init__(self, config) -> None:
             torch.nn.Module.__init__(self)
@@ -92,7 +92,7 @@ def libraries():
 
 
 def by_deepspeed(lib, config) -> None:
-    """`config` is a path, or what somebody has filled."""
+    """`config` is a path, or a filled config."""
     from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
 
     built = lib.deepspeed.DeepSpeedConfig(config)
@@ -143,7 +143,7 @@ def by_accelerate(lib, path) -> None:
     total = plugin.get_value("train_batch_size")
     steps = plugin.get_value("gradient_accumulation_steps")
     fits = total // (steps if isinstance(steps, int) and steps else 1) if isinstance(total, int) and total else 8
-    # What is "auto" is the script's, and may fit.
+    # "auto" takes the script's value, which may fit.
     micro = fits if auto else plugin.get_value("train_micro_batch_size_per_gpu")
     accumulation = total // micro if isinstance(total, int) and isinstance(micro, int) and micro else 2
     config = filled_by_accelerate(plugin, micro, accumulation, plugin.deepspeed_config)
@@ -178,7 +178,7 @@ READERS = {"recipe": by_recipe, "trainer": by_trainer, "accelerate": by_accelera
 
 
 def upstream(lib, engine: str, path: Path) -> str:
-    """Why upstream refuses the file; "" where it takes it."""
+    """Why upstream refuses the file; "" if it accepts it."""
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     try:
         READERS[engine](lib, str(path) if engine == "deepspeed" else path)
@@ -211,39 +211,43 @@ def render(rows: list[dict]) -> str:
     count = collections.Counter((row["engine"], row["verdict"]) for row in rows)
     silent = collections.Counter(code for row in rows if row["verdict"] == "silent fault" for code in row["codes"])
     lines = [
-        "# `finetune check` beside upstream's own readers",
+        "# `finetune check` compared with upstream's own config readers",
         "",
         f"`python benchmarks/check_truth.py`; {len({row['file'] for row in rows})} configs, generated by "
-        f"check_configs.py from seed {SEED}. Each is read, "
-        "filled and built by DeepSpeed's, the Trainer's and accelerate's own code, and judged by `finetune check` for "
-        "each engine.",
+        f"check_configs.py with seed {SEED}. The code of DeepSpeed, of the Trainer and of accelerate reads, fills and "
+        "builds each config. `finetune check` judges it for each engine.",
         "",
-        "| engine | " + " | ".join(verdicts) + " |",
+        "- accepted by both, refused by both: upstream and `finetune check` agree.",
+        "- silent fault: upstream accepts the config but does not do what it says; `finetune check` refuses it.",
+        "- missed: upstream refuses the config; `finetune check` accepts it.",
+        "- false error: `finetune check` refuses a config that upstream accepts and reads as written.",
+        "",
+        "| engine | " + " | ".join(verdicts).replace("taken", "accepted") + " |",
         "|---|" + "---|" * len(verdicts),
         *(
             f"| {engine} | " + " | ".join(str(count[engine, verdict]) for verdict in verdicts) + " |"
             for engine in ENGINES
         ),
         "",
-        "A silent fault is an error of ours where upstream goes on, to do something else than was said:",
+        "Silent faults by the code of the finding:",
         "",
-        "| code | configs x engines | upstream |",
+        "| code | configs x engines | what upstream does |",
         "|---|---|---|",
         *(f"| {code} | {many} | {SILENT[code]} |" for code, many in sorted(silent.items())),
         "",
-        "The configs are ours, by a seed, and the rules were fixed with them in view: the figures say what is left of "
-        "these, not how many faults the world's configs hold.",
+        "We generated the configs from a seed, and fixed the rules with them in view. The figures show what remains of "
+        "these faults, not how many faults real-world configs have.",
     ]
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
-    """1 where a verdict of ours is not upstream's."""
+    """The exit status: 1 if a verdict of ours differs from upstream's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--count", type=int, default=COUNT)
-    parser.add_argument("--show", default="missed,false error", help="the verdicts that are printed")
+    parser.add_argument("--show", default="missed,false error", help="the verdicts to print")
     asked = parser.parse_args()
     lib = libraries()
     with tempfile.TemporaryDirectory() as made:

@@ -1,4 +1,4 @@
-"""What the scripts of peers write for benchmarks/peers.py: the seconds of each step, and the peak of memory."""
+"""What the peers' scripts write for benchmarks/peers.py: the seconds of each step, and peak memory."""
 
 import json
 import resource
@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 
 class Clock(TrainerCallback):
-    """A step's time runs from the end of the step before, so it holds the wait for data, as the recipes' does."""
+    """A step is timed from the end of the previous one, so it includes waiting for data, as in the recipes."""
 
     def __init__(self):
         self.seconds, self.mark = [], None

@@ -1,12 +1,12 @@
 """What --ddp_comm_hook costs and saves: final loss, bytes, and step time on a slow link. Writes docs/results/.
 
     python benchmarks/comm_hooks.py                     # all parts, on two CPU ranks; `link` and `recipe` need root
-    python benchmarks/comm_hooks.py --parts link        # one part alone: link, recipe, accuracy; or page, from the JSON
+    python benchmarks/comm_hooks.py --parts link        # one part: link, recipe, accuracy; or page, from the JSON
     python benchmarks/comm_hooks.py --parts accuracy --recipes seq_cls --seeds 1 2
 
-`link`: two network namespaces joined by a cable that `tc … tbf` slows, one rank in each, every hook at every rate in
-turn. `recipe`: recipes/causal_lm.py there at 100 Mbit/s. `accuracy`: both recipes by every hook, on two ranks, against
-the run without. A part that is not run keeps its figures of before.
+`link`: one rank in each of two network namespaces, joined by a link whose rate `tc … tbf` limits; every hook at every
+rate, interleaved. `recipe`: recipes/causal_lm.py on that link at 100 Mbit/s. `accuracy`: both recipes with every hook,
+on two ranks, compared with the run without a hook. A part that is not run keeps its earlier figures.
 """
 
 import argparse
@@ -33,7 +33,7 @@ sys.path += [str(REPO / "tests"), str(REPO / "tests" / "launch")]
 OUT = REPO / "docs" / "results"
 RATES = (10, 30, 100, 300, 1000, 1500, 2000, 3000, 0)
 RECIPE_RATE = 100
-# Small enough that every hook has its turn, long enough that the loss of a run tells something.
+# Small enough to run every hook, long enough for a meaningful loss.
 RUNS = {
     "causal_lm": {"max_steps": 300, "per_device_train_batch_size": 8, "logging_steps": 20, "sample_tokens": 1},
     "seq_cls": {"max_steps": 250, "logging_steps": 20},
@@ -55,7 +55,7 @@ def torchrun(*words: str) -> list[str]:
 
 @contextmanager
 def cable():
-    """Two hosts of tests/launch, or None where this machine cannot have them."""
+    """Two hosts of tests/launch, or None if this machine cannot create them."""
     import pytest
     from hosts import two_hosts
 
@@ -68,7 +68,7 @@ def cable():
 
 
 def on_both(hosts: tuple, script: list[str]) -> None:
-    """One rank on each host."""
+    """Run one rank on each host."""
     from conftest import kill_family
     from hosts import INTERFACE
 
@@ -102,7 +102,7 @@ def link(options: argparse.Namespace, scratch: Path) -> dict | None:
 
 
 def recipe(options: argparse.Namespace, scratch: Path) -> dict | None:
-    """Median seconds of a step of the recipe as a user starts it, at RECIPE_RATE."""
+    """Median seconds per step of the recipe, started as a user would, at RECIPE_RATE."""
     from hosts import INTERFACE
 
     found = {}
@@ -137,7 +137,7 @@ def as_words(flags: dict) -> list[str]:
 
 
 def accuracy(options: argparse.Namespace, scratch: Path, found: dict) -> dict:
-    """Final losses by recipe, seed and hook, and the bytes of the compressed steps; `found` are those of before."""
+    """Final losses by recipe, seed and hook, and the bytes of compressed steps; `found` has the earlier figures."""
     for name in options.recipes:
         for seed in options.seeds:
             for hook in options.hooks:
@@ -162,13 +162,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=["link", "recipe", "accuracy"])
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="Mbit/s; 0 for no limit")
-    parser.add_argument("--steps", type=int, default=9, help="of each hook at each rate")
+    parser.add_argument("--steps", type=int, default=9, help="per hook and rate")
     parser.add_argument("--recipes", nargs="+", default=list(RUNS))
     parser.add_argument("--hooks", nargs="+", default=HOOKS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[42])
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes end, too
     path = options.out / "comm_hooks.json"
     found = json.loads(path.read_text()) if path.is_file() else {}
     with tempfile.TemporaryDirectory(prefix="finetune-comm-") as scratch:

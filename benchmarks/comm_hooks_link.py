@@ -1,6 +1,6 @@
-"""One rank of the measurement on a slow link: a step of a GPT-lite by every hook at every rate, in turn.
+"""One rank of the measurement on a slow link: a step of a GPT-lite with every hook at every rate, interleaved.
 
-Started by benchmarks/comm_hooks.py in each of two network namespaces; it sets the rate of its own side of the cable.
+benchmarks/comm_hooks.py starts it in each of two network namespaces; it sets the rate of its own side of the link.
 """
 
 import argparse
@@ -27,7 +27,7 @@ WHOLE_STEPS = 2
 
 
 class Peer:
-    """A model of its own that is trained by one hook."""
+    """A separate model, trained with one hook."""
 
     def __init__(self, hook: str) -> None:
         torch.manual_seed(0)
@@ -62,10 +62,10 @@ class Peer:
 
 
 def set_rate(interface: str, mbit: float) -> None:
-    """Of what this side sends; 0 for as fast as the machine is."""
+    """Limit what this side sends; 0 for no limit."""
     subprocess.run(["tc", "qdisc", "del", "dev", interface, "root"], capture_output=True, check=False)
     if mbit:
-        burst = max(32_000, round(mbit * 1e6 / 8 / 100))  # bytes that may go at once: 10 ms of the rate
+        burst = max(32_000, round(mbit * 1e6 / 8 / 100))  # bytes sent at once: 10 ms at this rate
         rate = ["rate", f"{mbit:g}mbit", "burst", str(burst), "latency", "400ms"]
         subprocess.run(["tc", "qdisc", "add", "dev", interface, "root", "tbf", *rate], check=True)
 
@@ -89,18 +89,18 @@ def main() -> None:
             peer.step()
     for peer in peers.values():
         if peer.compression:
-            peer.compression.figures("window")  # what the first steps sent is not of interest
+            peer.compression.figures("window")  # discard what the first steps sent
     plain = peers["none"]
     alone = statistics.median(plain.step(sends=False) for _ in range(max(5, options.steps)))
     cells = []
     for mbit in options.rates:
         set_rate(options.interface, mbit)
         distributed.barrier()
-        steps = min(options.steps, 3) if 0 < mbit < 20 else options.steps  # minutes by plain DDP
+        steps = min(options.steps, 3) if 0 < mbit < 20 else options.steps  # plain DDP would take minutes
         seconds = {hook: [] for hook in HOOKS}
         on_wire = {hook: [] for hook in HOOKS}
         for _ in range(steps):
-            for hook, peer in peers.items():  # in turn, so that what else runs here slows all
+            for hook, peer in peers.items():  # interleaved, so that other programs slow all hooks alike
                 before = sent_bytes(options.interface)
                 seconds[hook].append(peer.step())
                 on_wire[hook].append(sent_bytes(options.interface) - before)

@@ -1,4 +1,4 @@
-"""Tables and plot of benchmarks/comm_hooks.py."""
+"""The tables and the plot of benchmarks/comm_hooks.py."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from finetune.run.flags.compression import HOOKS
 
 ENOUGH_ROUNDS = 5
-FEW = ", too few for more than the order of magnitude"
+FEW = "; that is too few for more than the order of magnitude"
 WHOLE_RUN_MBIT = 100
-QUIET = 0.5  # a load below which nothing else is said to run
+QUIET = 0.5  # a load average below which the machine counts as idle
 
 
 def medians(found: dict) -> dict:
-    """Seconds by hook and rate."""
+    """Median seconds by hook and rate."""
     table: dict = {hook: {} for hook in HOOKS}
     for cell in found["cells"]:
         table[cell["hook"]][cell["mbit"]] = statistics.median(cell["seconds"])
@@ -24,8 +24,8 @@ def medians(found: dict) -> dict:
 
 
 def ratios(found: dict) -> dict:
-    """How many times as fast as plain DDP, by hook and rate: of each round, in which all hooks have a turn, so that
-    what else runs on the machine slows both."""
+    """Speed-ups over plain DDP by hook and rate, one per round. Each round runs every hook, so that other programs slow
+    both sides of a ratio."""
     seconds = {(cell["hook"], cell["mbit"]): cell["seconds"] for cell in found["cells"]}
     table: dict = {hook: {} for hook in HOOKS}
     for (hook, mbit), ours in seconds.items():
@@ -38,8 +38,8 @@ def speedups(found: dict) -> dict:
 
 
 def crossovers(found: dict) -> dict:
-    """Mbit/s below which each hook is faster than plain DDP: by the formula from bytes and the unlimited step, and
-    where the measured times cross."""
+    """Mbit/s below which each hook is faster than plain DDP: by formula, from the bytes and the step without a rate
+    limit; and as measured, where the times cross."""
     table, faster = medians(found), speedups(found)
     counted = {cell["hook"]: cell["counted_bytes"] for cell in found["cells"]}
     rates = sorted(rate for rate in table["none"] if rate)
@@ -82,14 +82,14 @@ def draw(found: dict, path: Path) -> None:
         )
     axes.axhline(found["seconds_without_exchange"], color="grey", linestyle=":", linewidth=1)
     axes.annotate(
-        "computing alone", (rates[0], found["seconds_without_exchange"]), color="grey", fontsize=8, va="bottom"
+        "computation alone", (rates[0], found["seconds_without_exchange"]), color="grey", fontsize=8, va="bottom"
     )
     crossing = crossovers(found)["onebit_adam"]["measured"]
     if 0 < crossing < math.inf:
         axes.axvline(crossing, color="tab:red", linestyle="--", linewidth=1)
-        text = f"onebit_adam pays \nbelow {crossing:.0f} Mbit/s "
+        text = f"onebit_adam is faster \nbelow {crossing:.0f} Mbit/s "
         axes.annotate(text, (crossing, axes.get_ylim()[1] * 0.5), color="tab:red", fontsize=8, va="top", ha="right")
-    axes.set(xscale="log", yscale="log", xlabel="link, Mbit/s", ylabel="seconds a step")
+    axes.set(xscale="log", yscale="log", xlabel="link, Mbit/s", ylabel="seconds per step")
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
     axes.minorticks_off()
     ticks = [t for t in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20) if axes.get_ylim()[0] <= t <= axes.get_ylim()[1]]
@@ -104,9 +104,9 @@ def draw(found: dict, path: Path) -> None:
 
 
 def page(found: dict) -> str:
-    lines = ["# Gradient compression: what it costs and saves", ""]
+    lines = ["# Gradient compression: speed-up and loss", ""]
     lines += [
-        "Made by `python benchmarks/comm_hooks.py`; what the hooks do is in [compression.md](../compression.md).",
+        "Made by `python benchmarks/comm_hooks.py`. [compression.md](../compression.md) describes the hooks.",
         "",
     ]
     if "link" in found:
@@ -114,9 +114,9 @@ def page(found: dict) -> str:
     if "recipe" in found:
         seconds = found["recipe"]["step_seconds"]
         lines += [
-            f"`recipes/causal_lm.py` as a user starts it, one rank on each side of {found['recipe']['mbit']} Mbit/s "
-            f"({found['taken']['recipe']}): {seconds['none']:.2f} s a step by plain DDP, "
-            f"{seconds['onebit_adam']:.2f} s by `onebit_adam` after its freeze: "
+            f"`recipes/causal_lm.py`, started as a user would, with one rank on each side of a link of "
+            f"{found['recipe']['mbit']} Mbit/s ({found['taken']['recipe']}): {seconds['none']:.2f} s per step with "
+            f"plain DDP, and {seconds['onebit_adam']:.2f} s with `onebit_adam` after its freeze step, which is "
             f"{seconds['none'] / seconds['onebit_adam']:.1f} times as fast.",
             "",
         ]
@@ -130,7 +130,7 @@ def page(found: dict) -> str:
 
 
 def whole_runs(found: dict) -> list[str]:
-    """What a run gains that sends whole gradients first, by the two tables."""
+    """The speed-up of a run that starts with uncompressed gradients, calculated from the two tables."""
     lines = []
     for recipe, seeds in found["accuracy"].items() if "link" in found else ():
         for hook, row in next(iter(seeds.values())).items():
@@ -139,8 +139,8 @@ def whole_runs(found: dict) -> list[str]:
                 gain = 1 / (1 - late + late / speedups(found["link"])[hook][WHOLE_RUN_MBIT])
                 lines += [
                     f"`{hook}` compressed {late:.0%} of the steps of recipes/{recipe}.py. At {WHOLE_RUN_MBIT} Mbit/s a "
-                    f"whole such run would be {gain:.1f} times as fast as plain DDP, by the two tables; it was not run "
-                    "there.",
+                    f"whole run like this would be {gain:.1f} times as fast as plain DDP. This is calculated from the "
+                    "two tables, not measured.",
                     "",
                 ]
     return lines
@@ -151,17 +151,17 @@ def link_chapter(found: dict, day: str) -> list[str]:
     rounds = len(found["cells"][0]["seconds"])
     rates = sorted(rate for rate in table["none"] if rate) + [0]
     names = [f"{rate:g}" if rate else "no limit" for rate in rates]
-    lines = ["## Step time on a slow link", "", "![Seconds a step over the bandwidth, by hook](comm_hooks.png)", ""]
+    lines = ["## Step time on a slow link", "", "![Seconds per step over bandwidth, by hook](comm_hooks.png)", ""]
     lines += [
-        f"A GPT-lite of {found['parameters']:,} parameters, one rank in each of two network namespaces, and "
-        f"`tc … tbf` on both ends of the cable between them. Median seconds of a step after the first whole steps, all "
-        f"hooks in turn ({day}); computing alone takes {found['seconds_without_exchange']:.2f} s. In brackets how many "
-        f"times as fast as plain DDP: median (smallest to largest) of {rounds} rounds in which each had its turn"
-        f"{FEW if rounds < ENOUGH_ROUNDS else ''}. The picture shows plain DDP's median over these, so that lines "
-        "cross where a hook ceases to pay.",
+        f"A GPT-lite of {found['parameters']:,} parameters, with one rank in each of two network namespaces; "
+        "`tc … tbf` limits the rate at both ends of the link between them. Figures are median seconds per step, after "
+        f"the uncompressed first steps; hooks are interleaved ({day}). Computation alone takes "
+        f"{found['seconds_without_exchange']:.2f} s. In parentheses: the speed-up over plain DDP, as the median and "
+        f"range over {rounds} rounds with one step of each hook{FEW if rounds < ENOUGH_ROUNDS else ''}. The plot "
+        "divides plain DDP's median by these speed-ups, so that lines cross where a hook stops paying off.",
         "",
         *_busy(found.get("load")),
-        f"| Mbit/s | {' | '.join(names)} | pays below |",
+        f"| hook, at Mbit/s: | {' | '.join(names)} | faster than DDP below |",
         f"|---|{'---|' * len(rates)}---|",
     ]
     for hook in HOOKS:
@@ -170,11 +170,12 @@ def link_chapter(found: dict, day: str) -> list[str]:
         lines.append(f"| {hook} | {' | '.join(cells)} | {pays} |")
     lines += [
         "",
-        "Bytes that a rank sends a step, counted by the hook and seen on the cable (TCP's headers and all):",
+        "Bytes that a rank sends per step, as counted by the hook and as measured on the link, with TCP headers:",
         "",
     ]
-    lines += ["| | counted | share of fp32 | on the cable | pays below, by the formula |", "|---|---|---|---|---|"]
-    # On a slow cable what one hook has sent may still stand in its queue when the next one's turn begins.
+    lines += ["| hook | counted | share of fp32 | on the link | faster than DDP below, by formula |"]
+    lines += ["|---|---|---|---|---|"]
+    # On a slow link, bytes of one hook may still be queued when the next one starts.
     cells = {cell["hook"]: cell for cell in found["cells"] if not cell["mbit"]}
     for hook in HOOKS:
         counted, seen = cells[hook]["counted_bytes"], cells[hook]["wire_bytes"]
@@ -185,13 +186,13 @@ def link_chapter(found: dict, day: str) -> list[str]:
 
 
 def _busy(load: float | None) -> list[str]:
-    """What is said of a load before the start that was not low, or not noted."""
+    """The warning for a load average before the start that was not low, or not recorded."""
     if load is not None and load <= QUIET:
         return []
-    known = "" if load is None else f" (a load of {load:.1f} before the start)"
+    known = "" if load is None else f" (load average before the start: {load:.1f})"
     return [
-        f"**Other programs ran on these cores at the time**{known}: seconds are too long, and those of the fast "
-        "links, and with them where the lines cross, are noisy.",
+        f"**Other programs were running on these cores**{known}. Absolute times are too long. Those of fast links are "
+        "noisy, and so are the rates at which the lines cross.",
         "",
     ]
 
@@ -209,8 +210,8 @@ def _mbit(value: float, rates: list[float]) -> str:
 def accuracy_chapter(found: dict, day: str) -> list[str]:
     lines = ["## Final loss", ""]
     lines += [
-        f"Two ranks, everything else the same ({day}); evaluation loss at the end, and how far it is from that of the "
-        "run without a hook.",
+        f"Two ranks; everything but the hook is the same ({day}). The table has the evaluation loss at the end, and "
+        "its difference from the run without a hook.",
         "",
     ]
     for recipe, seeds in found.items():
@@ -218,7 +219,8 @@ def accuracy_chapter(found: dict, day: str) -> list[str]:
         steps = next(iter(next(iter(seeds.values())).values()))["steps"]
         lines += [f"`recipes/{recipe}.py`, {steps} steps, seed {shown}:", ""]
         lines += [
-            "| hook | evaluation loss | against none | last training loss | sent, share of fp32 | after the start |"
+            "| hook | evaluation loss | relative to none | last training loss | bytes sent, share of fp32 "
+            "| the same, compressed steps only |"
         ]
         lines += ["|---|---|---|---|---|---|"]
         for hook in HOOKS:

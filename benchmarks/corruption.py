@@ -1,11 +1,11 @@
-"""Every kind of file of a checkpoint, in every layout, cut off, flipped by a bit, emptied or deleted: is it noticed,
-and is the checkpoint before it taken?
+"""Truncates, empties, deletes and flips bits in every kind of checkpoint file, in every layout. Is the damage detected,
+and is the previous checkpoint used instead?
 
-    python benchmarks/corruption.py                          # makes a run of each layout first: two ranks each
-    python benchmarks/corruption.py --runs ddp=runs/a fsdp=runs/b     # or takes those that are there
+    python benchmarks/corruption.py                          # first trains a run of each layout on two ranks
+    python benchmarks/corruption.py --runs ddp=runs/a fsdp=runs/b     # or uses existing runs
 
-Each damage is done to the newest checkpoint of a copy of the run folder, and then `--resume auto` chooses, as at a
-start. A table of counts is printed, and what was missed; the exit status is 1 if anything was.
+Each damage is applied to the newest checkpoint in a copy of the run folder. Then `--resume auto` chooses a checkpoint,
+as at a start. Prints a table of counts and the damages that were missed. The exit status is 1 if there are any.
 """
 
 import argparse
@@ -42,7 +42,7 @@ LAYOUTS = {
     "fsdp": f"{TEXT} --fsdp full_shard",
     "pipeline": STAGES,
 }
-BITS_A_FILE = 3  # flips are tried at so many places
+BITS_A_FILE = 3  # places per file at which a bit is flipped
 
 
 def cut_off(file: Path, draw: random.Random) -> None:
@@ -84,12 +84,12 @@ def make(layout: str, folder: Path) -> None:
 
 
 def kind_of(name: str) -> str:
-    """Files that differ by a rank or a step alone are of one kind."""
+    """Files that differ only by rank or step are of one kind."""
     return re.sub(r"\d+", "N", name)
 
 
 def chosen(run_folder: Path, stages: bool) -> tuple[str | None, str]:
-    """What `--resume auto` takes, and what it says."""
+    """The checkpoint that `--resume auto` chooses, and its message."""
     recipe = CAUSAL_LM_PIPELINE if stages else SEQ_CLS
     run = resolve(recipe, ["--output_dir", str(run_folder), "--resume", "auto"], Launch())
     try:
@@ -100,7 +100,7 @@ def chosen(run_folder: Path, stages: bool) -> tuple[str | None, str]:
 
 
 def campaign(layout: str, run_folder: Path, draw: random.Random) -> tuple[Counter[str], list[str]]:
-    """How many damages were done and noticed, by their kind; and a line for each that was not."""
+    """The number of damages by kind, and a line for each that was not detected."""
     counts: Counter[str] = Counter()
     missed = []
     newest, before, *_ = checkpoints_in(run_folder)
@@ -124,12 +124,14 @@ def campaign(layout: str, run_folder: Path, draw: random.Random) -> tuple[Counte
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
-    parser.add_argument("--runs", nargs="+", default=[], help="LAYOUT=FOLDER of runs that have two checkpoints")
+    parser.add_argument("--runs", nargs="+", default=[], help="LAYOUT=FOLDER of runs with two checkpoints")
     parser.add_argument("--seed", type=int, default=1)
     asked = parser.parse_args()
     given = dict(one.split("=", 1) for one in asked.runs)
     every, total = [], 0
-    print(f"| layout | {' | '.join(DAMAGES)} | noticed, and the one before taken |\n|---|{'---|' * (len(DAMAGES) + 1)}")
+    print(
+        f"| layout | {' | '.join(DAMAGES)} | detected, previous checkpoint used |\n|---|{'---|' * (len(DAMAGES) + 1)}"
+    )
     with contextlib.ExitStack() as stack:
         for layout in given or asked.layouts:
             folder = Path(given.get(layout) or stack.enter_context(tempfile.TemporaryDirectory())).absolute()
@@ -142,7 +144,7 @@ def main() -> None:
             print(f"| {layout} | {cells} | {tried - len(missed)} of {tried} |", flush=True)
             every += missed
             total += tried
-    print(f"\n{total - len(every)} of {total} noticed.", *every, sep="\n")
+    print(f"\n{total - len(every)} of {total} detected.", *every, sep="\n")
     raise SystemExit(1 if every else 0)
 
 

@@ -1,9 +1,9 @@
-"""What each recipe comes to by its first line in the README, all defaults: seconds by the clock, and its final figures.
+"""Results of each recipe with its command in the README and default settings: wall-clock time and final metrics.
 
-    python benchmarks/defaults.py            # some twelve minutes on two cores
-    python benchmarks/defaults.py seq_cls    # this one alone
+    python benchmarks/defaults.py            # about twelve minutes on two cores
+    python benchmarks/defaults.py seq_cls    # this recipe only
 
-A row each goes to docs/results/defaults.jsonl; benchmarks/pages.py makes the page of it.
+Writes a row per recipe to docs/results/defaults.jsonl; benchmarks/pages.py makes the page.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ SHOWN = {
     "causal_lm": {"bits per byte": "eval_bits_per_byte"},
     "image_cls": {"accuracy": "eval_accuracy"},
 }
-HEAD = """# What the recipes come to by their defaults
+HEAD = """# Results of the recipes with default settings
 
-`python benchmarks/defaults.py`, two CPU cores, one run each, by `deepspeed --num_gpus 2 recipes/RECIPE.py`; {versions}.
-Seconds are by the clock; other programs ran at the same time.
+`python benchmarks/defaults.py`: one run each of `deepspeed --num_gpus 2 recipes/RECIPE.py`, on two CPU cores;
+{versions}. Times are wall-clock seconds; other programs ran at the same time.
 """
 
 
@@ -57,19 +57,19 @@ def measure(recipe: str) -> dict[str, Any]:
 
 
 def held_out(found: dict[str, Any]) -> dict[str, int]:
-    """Texts of each class in the held-out rows."""
+    """The number of held-out texts per class."""
     return {name: sum(row) for name, row in zip(found["labels"], found["counts"], strict=True)}
 
 
 def baseline() -> float:
-    """Entity F1 where every word gets the tag that it has most often in training."""
+    """Entity F1 if every word gets its most frequent tag in training."""
     from token_cls_baseline import by_name_alone
 
     return by_name_alone()
 
 
 def without_reading() -> dict[str, dict[str, float]]:
-    """Exact match and F1 of answers that need no model."""
+    """Exact match and F1 of baselines without a model."""
     import question_answering_baseline as baselines
 
     return baselines.without_reading()
@@ -78,7 +78,7 @@ def without_reading() -> dict[str, dict[str, float]]:
 def page(rows: list[dict[str, Any]]) -> str:
     latest = {row["recipe"]: row for row in rows}
     lines = [HEAD.format(versions=in_words(rows[-1]["versions"]))]
-    lines += ["| recipe | date | seconds in all | training | held-out | result |"]
+    lines += ["| recipe | date | total seconds | training seconds | held-out samples | result |"]
     lines.append("|---|---|---:|---:|---:|---|")
     for recipe, row in latest.items():
         result = ", ".join(f"{name} {row[key]:.3f}" for name, key in SHOWN[recipe].items())
@@ -87,14 +87,16 @@ def page(rows: list[dict[str, Any]]) -> str:
         lines.append(f"| {recipe} | {row['date']} | {spent} | {held} | {result} |")
     classes = latest["seq_cls"]["held_out_by_class"]
     most = max(classes, key=lambda name: classes[name])
-    lines += ["", f"seq_cls: {latest['seq_cls']['train_samples']:,} texts to train on, {len(classes)} classes; always "]
-    lines[-1] += f"guessing the largest ({most}) gives {classes[most] / sum(classes.values()):.2f}. token_cls: the tag "
-    lines[-1] += "that a name has most often in training makes an entity F1 of "
-    lines[-1] += f"{latest['token_cls']['f1_of_the_name_alone']:.3f} (benchmarks/token_cls_baseline.py)."
+    lines += ["", f"Baselines. seq_cls has {latest['seq_cls']['train_samples']:,} training texts and {len(classes)} "]
+    lines[-1] += f"classes; always guessing the largest ({most}) gives an accuracy of "
+    lines[-1] += f"{classes[most] / sum(classes.values()):.2f}. token_cls: giving each name its most frequent tag in "
+    lines[-1] += f"training gives an entity F1 of {latest['token_cls']['f1_of_the_name_alone']:.3f} "
+    lines[-1] += "(benchmarks/token_cls_baseline.py)."
     if "question_answering" in latest:
         nearest, last = latest["question_answering"]["without_reading"].values()
-        lines[-1] += " question_answering: the line of the function with the most words of the question has an F1 of "
-        lines[-1] += f"{nearest['f1']:.3f}, its last line {last['f1']:.3f} (benchmarks/question_answering_baseline.py)."
+        lines[-1] += " question_answering: the line of the function that shares the most words with the question has "
+        lines[-1] += f"an F1 of {nearest['f1']:.3f}, the last line one of {last['f1']:.3f} "
+        lines[-1] += "(benchmarks/question_answering_baseline.py)."
     return "\n".join(lines) + "\n"
 
 

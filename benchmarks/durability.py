@@ -1,6 +1,6 @@
-"""All of docs/results/durability.md, unattended: each benchmark goes on where it stopped; then the page.
+"""Runs all benchmarks of docs/results/durability.md unattended, then makes the page. Each continues where it stopped.
 
-python benchmarks/durability.py --minutes 60        # of killing; about two hours and a half in all, on two cores
+python benchmarks/durability.py --minutes 60        # minutes of kills; about two and a half hours in all, on two cores
 """
 
 import argparse
@@ -14,7 +14,7 @@ HERE = Path(__file__).resolve().parent
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", default="60")
+    parser.add_argument("--minutes", default="60", help="of kills (default: 60)")
     options = parser.parse_args()
     parts = [("faults.py", "--minutes", options.minutes), ("faults_stock.py",), ("resume.py",)]
     parts += [("hangs.py",), ("long_run.py",), ("saving_sizes.py",)]

@@ -1,4 +1,4 @@
-"""docs/results/durability.md, from the figures that the other benchmarks leave beside it; pages.py writes it."""
+"""Renders docs/results/durability.md from the data that the other benchmarks write; pages.py writes the page."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from releases import in_words
 from resume import table
 
 RESULTS = REPO / "docs" / "results"
-HEAD = """# Durability: kills, resumption, long runs
+SPREAD = "median / 90th percentile / maximum"  # as `seconds` shows a list
+HEAD = """# Durability: kills, resuming, long runs
 
-From the JSON lines beside it, on two CPU cores without a GPU. What checkpoints are is in
-[checkpoints.md](../checkpoints.md), what the guards do in [faults.md](../faults.md), other layouts in
-[reshard.md](reshard.md).
+Rendered from the data files beside this page, measured on two CPU cores without a GPU. See
+[checkpoints.md](../checkpoints.md) for checkpoints, [faults.md](../faults.md) for the guards, and
+[reshard.md](reshard.md) for resuming in another layout.
 """
-MADE_HOW = """The kills were made over three revisions of the code, on a machine that other work shared: seconds are
-upper bounds. One more chain, of image_cls_pipeline, ended otherwise than its uncut run in the last bits: a resumed
-pipeline measured its layers anew and was cut elsewhere. It keeps the cut of its checkpoint since; the chain was run
-again, and only that counts above."""
+MADE_HOW = """The kills span three revisions of the code. The machine was shared with other work, so times are upper
+bounds. One more chain, of image_cls_pipeline, differed from its uninterrupted run in the last bits: the resumed
+pipeline had measured its layers again and chosen another partition. A resumed pipeline now keeps the partition of its
+checkpoint. The chain was run again, and only the new run counts above."""
 NO_DATA = """## {title}
 
-To be measured again: the data of the figures that stood here were not kept.
-`python benchmarks/{name}.py --json docs/results/{name}.json` makes them."""
+To be measured again: the data of the earlier figures was not kept.
+`python benchmarks/{name}.py --json docs/results/{name}.json` measures it."""
 DAMAGED = """## Damaged and hostile files
 
-`python benchmarks/corruption.py` cuts off, empties, deletes and flips bits of every kind of file of a checkpoint in
-every layout, and fails if one damage is not noticed. tests/security/ tries poisoned pickles, hostile YAML, JSON,
-headers, names, links and markup on every reader. Both count for themselves: no figures of them are kept here."""
+`python benchmarks/corruption.py` truncates, empties, deletes and flips bits in every kind of checkpoint file, in every
+layout, and fails if any damage goes undetected. tests/security/ feeds every reader poisoned pickles and hostile YAML,
+JSON, headers, names, links and markup. Both do their own counting, so no figures are kept here."""
 
 
 def rows(name: str) -> list[dict[str, Any]]:
@@ -59,35 +60,40 @@ def kills_section() -> str:
     kills, chains = [row for row in found if "kill" in row], [row for row in found if "kills" in row]
     at_saves = [row for row in kills if row["moment"] in MOMENTS_OF_SAVES]
     text = ["## SIGKILL at random moments", "", "`python benchmarks/faults.py --minutes 60` and "]
-    text[-1] += f"`python benchmarks/faults_stock.py`, {versions(found)}. A kill hits one random rank, all at once, or "
-    text[-1] += "the launcher and then the ranks; `--resume auto` goes on by a new launch, which is killed again. The "
-    text[-1] += "stock stack is the plain Trainer with DeepSpeed ZeRO-2 and `resume_from_checkpoint=True`."
+    text[-1] += f"`python benchmarks/faults_stock.py`, {versions(found)}. A kill hits one random rank, all ranks at "
+    text[-1] += "once, or the launcher and then the ranks. A new launch resumes with `--resume auto` and is killed "
+    text[-1] += (
+        "again; a chain is such a series in one run folder. The stock stack is the plain Trainer with DeepSpeed "
+    )
+    text[-1] += "ZeRO-2 and `resume_from_checkpoint=True`."
     equal = sum(not row["weights_apart"] for row in chains)
     torn_used = sum(bool(row.get("resumed")) and row["from"] > (row["durable"] or 0) for row in kills)
     lost = sum(row["lost_steps"] not in (0, None) for row in kills)
-    text += ["", "| | toolkit | stock |", "|---|---|---|"]
-    text += [f"| kills (aimed at saves) | {len(kills)} ({len(at_saves)}) | {len(stock)} ({len(stock)}) |"]
+    text += ["", "| | toolkit | stock stack |", "|---|---|---|"]
+    text += [f"| kills (of which aimed at saves) | {len(kills)} ({len(at_saves)}) | {len(stock)} ({len(stock)}) |"]
     failed = sum(bool(row["failures"]) for row in stock)
     resumed = sum(row.get("resumed", False) for row in kills)
     text += [f"| resumed without help | {resumed} | {len(stock) - failed} |"]
     unreadable = sum(row["latest_unreadable"] for row in stock)
     torn, broken = sum(bool(row["torn"]) for row in kills), sum(not row["newest_is_whole"] for row in kills)
     lacking = sum(bool(row["lacks"]) for row in stock)
-    text += [f"| a checkpoint was half written, under another name | {torn} | - |"]
-    text += [f"| a checkpoint was half written, under its final name | {broken} | {lacking} |"]
-    text += [f"| of these, DeepSpeed's `latest` missing or empty | - | {unreadable} |"]
-    text += [f"| went on from a torn checkpoint | {torn_used} | {sum(went_on_torn(row) for row in stock)} |"]
+    text += [f"| left a partial checkpoint under a temporary name | {torn} | - |"]
+    text += [f"| left a partial checkpoint under its final name | {broken} | {lacking} |"]
+    text += [f"| of these, with DeepSpeed's `latest` missing or empty | - | {unreadable} |"]
+    text += [f"| resumed from a partial checkpoint | {torn_used} | {sum(went_on_torn(row) for row in stock)} |"]
     wrong = sum(row["silently_wrong"] for row in stock)
-    text += [f"| steps lost beyond the last durable save | {lost} | {sum(loses(row) for row in stock)} |"]
-    text += [f"| silently another run than the uncut one | {len(chains) - equal} of {len(chains)} chains | {wrong} |"]
+    text += [f"| lost steps that a durable save held | {lost} | {sum(loses(row) for row in stock)} |"]
+    text += [
+        f"| silently diverged from the uninterrupted run | {len(chains) - equal} of {len(chains)} chains | {wrong} |"
+    ]
     lost_seconds = [row["seconds_lost"] for row in kills if row.get("seconds_lost") is not None]
     theirs = [row["seconds_lost"] for row in stock if row["seconds_lost"] is not None and not row["failures"]]
-    text += [f"| seconds lost a kill: median / 90% / most | {seconds(lost_seconds)} | {seconds(theirs)} |"]
+    text += [f"| seconds lost per kill: {SPREAD} | {seconds(lost_seconds)} | {seconds(theirs)} |"]
     text += [
         "",
-        "Seconds lost run from the kill to the moment at which the old step is reached again; nearly all of it ",
+        "Seconds lost are the time from the kill until the run reaches the same step again. Nearly all of it is ",
     ]
-    text[-1] += "is the start of Python, torch and DeepSpeed. Those of the stock stack are of its unaided resumes."
+    text[-1] += "start-up of Python, torch and DeepSpeed. For the stock stack, only resumes without help count."
     text += ["", *by_run(kills, chains), "", *by_hit(kills), *failures_of(stock), *bad(kills, chains), "", MADE_HOW]
     return "\n".join(text)
 
@@ -101,7 +107,8 @@ def loses(row: dict[str, Any]) -> bool:
 
 
 def by_run(kills: list[dict[str, Any]], chains: list[dict[str, Any]]) -> list[str]:
-    lines = ["| run | kills | resumed | lost steps | chains bit-equal | seconds lost |", "|---|---|---|---|---|---|"]
+    lines = [f"| run | kills | resumed | saved steps lost | bit-identical chains | seconds lost per kill: {SPREAD} |"]
+    lines.append("|---|---|---|---|---|---|")
     for name in dict.fromkeys(row["run"] for row in kills):
         mine = [row for row in kills if row["run"] == name]
         ended = [row for row in chains if row["run"] == name]
@@ -114,16 +121,16 @@ def by_run(kills: list[dict[str, Any]], chains: list[dict[str, Any]]) -> list[st
 
 def by_hit(kills: list[dict[str, Any]]) -> list[str]:
     counted, whom = Counter(row["hit"] for row in kills), Counter(row["victim"] for row in kills)
-    hits = ", ".join(f"{what} {count}" for what, count in counted.most_common())
-    victims = ", ".join(f"{what} {count}" for what, count in whom.most_common())
+    hits = ", ".join(f"{what} ({count})" for what, count in counted.most_common())
+    victims = ", ".join(f"{what} ({count})" for what, count in whom.most_common())
     ends = [row["seconds_to_end"] for row in kills if row["victim"] == "one rank"]
     late = sum(end is None for end in ends)
     after = seconds([end for end in ends if end is not None])
     return [
-        f"What the kills hit: {hits}. Whom: {victims}.",
+        f"What the kills interrupted: {hits}. Which processes were killed: {victims}.",
         "",
-        f"Where one rank was killed, the others had ended after {after} s; {late} of {len(ends)} times they had not "
-        "after 60 s.",
+        f"After one rank was killed, the others ended within {after} s ({SPREAD}). In {late} of {len(ends)} cases, "
+        "they were still running after 60 s.",
     ]
 
 
@@ -131,15 +138,19 @@ def failures_of(stock: list[dict[str, Any]]) -> list[str]:
     said = Counter(failure.split("/tmp")[0].strip()[:120] for row in stock for failure in row["failures"])
     if not said:
         return []
-    lines = ["", "With what words the stock resumes failed, until its newest checkpoint was deleted by hand:", ""]
+    lines = [
+        "",
+        "Errors of the failed stock resumes. Resuming worked once the newest checkpoint was deleted by hand:",
+        "",
+    ]
     return lines + [f"- {count} x `{words}`" for words, count in said.most_common()]
 
 
 def bad(kills: list[dict[str, Any]], chains: list[dict[str, Any]]) -> list[str]:
-    """All that is not as it should be."""
+    """Everything unexpected, or a line that says that there is nothing."""
     lines = [
-        f"- {row['run']} chain {row['chain']} kill {row['kill']}: hit {row['hit']}, durable {row['durable']}, went on "
-        f"from {row.get('from')}"
+        f"- {row['run']} chain {row['chain']} kill {row['kill']}: hit {row['hit']}, durable {row['durable']}, "
+        f"resumed from {row.get('from')}"
         for row in kills
         if not row.get("resumed") or row["lost_steps"]
     ]
@@ -148,7 +159,11 @@ def bad(kills: list[dict[str, Any]], chains: list[dict[str, Any]]) -> list[str]:
         for row in chains
         if row["weights_apart"] or row["rows_apart"]
     ]
-    return ["", "Not as it should be:", "", *lines] if lines else ["", "Nothing was otherwise."]
+    good = (
+        "Every killed run of the toolkit resumed without losing a saved step, and every chain ended with the weights "
+    )
+    good += "and the log of the uninterrupted run."
+    return ["", "Unexpected results:", "", *lines] if lines else ["", good]
 
 
 def resume_section() -> str:
@@ -157,12 +172,15 @@ def resume_section() -> str:
         return ""
     cuts = [row for row in found if isinstance(row["cut"], int)]
     equal = sum(row["equal"] for row in cuts)
-    lines = ["## Bitwise resume", "", f"`python benchmarks/resume.py`, {versions(found)}: {equal} of {len(cuts)} cuts "]
-    lines[-1] += "end bit-equal to the uncut run: weights by torch.equal, every logged loss, gradient norm, learning "
+    lines = ["## Bitwise resume", "", f"`python benchmarks/resume.py`, {versions(found)}: {equal} of {len(cuts)} runs "]
+    lines[-1] += "that were cut and resumed are bit-identical to the uninterrupted run. The comparison covers the "
     lines[-1] += (
-        "rate and evaluation, the best metric, callbacks' states, and each rank's random states. Dropout is on, "
+        "weights (torch.equal), every logged loss, gradient norm, learning rate and evaluation, the best metric, "
     )
-    lines[-1] += "an epoch has 5 steps of 2 or more micro-batches, every second step is logged."
+    lines[-1] += (
+        "the callbacks' states, and each rank's random states. Dropout is on, an epoch has 5 steps of 2 or more "
+    )
+    lines[-1] += "micro-batches, and every second step is logged."
     return "\n".join([*lines, "", table(found)])
 
 
@@ -173,19 +191,20 @@ def sizes_section() -> str:
     cells = {(row["millions"], row["layout"], row["stack"]): row for row in found}
     lines = ["## Seconds to save and to resume", "", f"`python benchmarks/saving_sizes.py`, {versions(found)}. "]
     lines[-1] += (
-        "Median of three saves, and one launch each; resuming is what `train` takes longer to its first step than "
-        "when it begins "
+        "Times are in seconds: medians of three saves, and one launch each. Resume is the additional time until "
     )
     lines[-1] += (
-        "anew, and of the toolkit the verification of every byte beside it. The toolkit's saves are on the disk "
+        "the first step of `train`, compared with a fresh start. The toolkit also verifies every byte; that time "
     )
+    lines[-1] += "is listed separately. When a save of the toolkit ends, its files are hashed and on the disk (fsync); "
     lines[-1] += (
-        "(fsync) when they end, and hashed; the stock stack's are in the kernel's cache. The last of the stock "
+        "those of the stock stack are still in the kernel's page cache. The last measurement of the stock stack "
     )
-    lines[-1] += "stack's was taken a day after the others."
+    lines[-1] += "was taken a day after the others."
     lines += [
         "",
-        "| parameters | layout | MiB | save | stock | resume | + verify | stock |",
+        "| parameters | layout | checkpoint, MiB | save, toolkit | save, stock | resume, toolkit | verify, toolkit "
+        "| resume, stock |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for millions, layout in dict.fromkeys((row["millions"], row["layout"]) for row in found):
@@ -202,11 +221,15 @@ def long_section() -> str:
     if not found:
         return ""
     latest = {row["run"]: row for row in found}
-    lines = ["## Long runs", "", f"`python benchmarks/long_run.py`, {versions(found)}. Slopes are of the last four "]
-    lines[-1] += "fifths, with their 95% interval; what it takes for growth stands in the benchmark, which fails on it."
+    lines = ["## Long runs", "", f"`python benchmarks/long_run.py`, {versions(found)}. Slopes are fitted to the "]
+    lines[-1] += (
+        "last four fifths of the steps. The benchmark defines how much counts as growth, and fails on it. Each "
+    )
+    lines[-1] += "pair of values is the first and the last."
     lines += [
         "",
-        "| run | rank | steps | bytes a step | MiB at first, at last | files | threads |",
+        "| run | rank | steps | resident memory: bytes per step (95% interval) | resident memory, MiB | open files "
+        "| threads |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in latest.values():
@@ -219,7 +242,8 @@ def long_section() -> str:
             lines.append(f"| {row['run']} | {rank} | {row['steps']:,} | {slope} | {mib} | {rest} |")
     lines += [
         "",
-        "| run | most MiB to 60% of the steps, after | checkpoints | trainer_state.json | metrics.jsonl | terminal |",
+        "| run | largest run folder, MiB: up to 60% of the steps, after | checkpoints | trainer_state.json "
+        "| metrics.jsonl | terminal output |",
     ]
     lines += ["|---|---|---|---|---|---|"]
     for row in latest.values():
@@ -229,24 +253,30 @@ def long_section() -> str:
         kib[1] += f" for {place['metrics_rows']:,} rows"
         lines.append(f"| {row['run']} | {most} | {place['checkpoints']} | {' | '.join(kib)} |")
     grew = [f"{row['run']}: {what}" for row in latest.values() for what in growth(row)]
-    most = f"More than {GROWTH['rss_bytes']:.0f} bytes a step, or files, threads or the run folder at all"
-    lines += ["", f"{most}, grew in: {'; '.join(grew) or 'no run'}. What the slopes below that are is not known."]
+    most = (
+        f"Runs whose memory grew by more than {GROWTH['rss_bytes']:.0f} bytes per step, or whose open files, threads "
+    )
+    most += f"or run folder grew: {'; '.join(grew) or 'none'}. The cause of smaller slopes is not known."
+    lines += ["", most]
     return "\n".join(lines)
 
 
 def saving_section() -> str:
     path = RESULTS / "saving.json"
     if not path.is_file():
-        return NO_DATA.format(title="What saving costs", name="saving")
+        return NO_DATA.format(title="The cost of saving", name="saving")
     found = json.loads(path.read_text())
-    lines = ["## What saving costs", "", "`python benchmarks/saving.py --json docs/results/saving.json`: the "]
-    lines[-1] += "toolkit's saves "
+    lines = [
+        "## The cost of saving",
+        "",
+        "`python benchmarks/saving.py --json docs/results/saving.json`: saves of the ",
+    ]
     lines[-1] += (
-        f"and the stock Trainer's by turns, medians of {found[0]['saves']} (smallest to largest); the overhead is "
+        f"toolkit and of the stock Trainer, interleaved; medians of {found[0]['saves']} (range). The overhead is "
     )
-    lines[-1] += "what ours takes longer, as a share of a stock run that saves every "
+    lines[-1] += "the additional time of our save, as a share of a stock run that saves every "
     lines[-1] += f"{found[0]['save_steps']} steps of 8 x 128 tokens."
-    lines += ["", "| parameters | checkpoint | step | stock save | our save | overhead |"]
+    lines += ["", "| parameters | checkpoint | step | stock save | toolkit's save | overhead |"]
     lines += ["|---:|---:|---:|---:|---:|---:|"]
     for row in found:
         size = f"{row['parameters'] / 1e6:.1f} M | {row['checkpoint_bytes'] / 2**20:.0f} MiB"
@@ -266,14 +296,14 @@ def hangs_section() -> str:
     found = {(row["run"], row["fault"]): row for row in rows("hangs")}
     layouts = list(dict.fromkeys(run for run, _ in found))
     lines = [
-        "## Hangs: how soon they are seen",
+        "## Hangs: time until a run ends",
         "",
-        "`python benchmarks/hangs.py`, by the flags' defaults, once each: seconds from the ",
+        "`python benchmarks/hangs.py`, with the flags' defaults, one run each: seconds from the ",
     ]
-    lines[-1] += "fault until no process of the run is left. One message named the rank in "
-    lines[-1] += f"{sum(row['named'] for row in found.values())} of {len(found)}."
-    lines += ["", f"| | {' | '.join(layouts)} |", "|---|" + "---|" * len(layouts)]
-    for fault, words in (("stopped", "stopped (SIGSTOP)"), ("stuck", "lives, but its batch never comes")):
+    lines[-1] += "fault until no process of the run is left. A single message named the faulty rank in "
+    lines[-1] += f"{sum(row['named'] for row in found.values())} of {len(found)} runs."
+    lines += ["", f"| one rank is | {' | '.join(layouts)} |", "|---|" + "---|" * len(layouts)]
+    for fault, words in (("stopped", "stopped (SIGSTOP)"), ("stuck", "alive, but never gets its batch")):
         lines.append(f"| {words} | {' | '.join(str(found[run, fault]['seconds']) for run in layouts)} |")
     return "\n".join(lines)
 
@@ -281,17 +311,17 @@ def hangs_section() -> str:
 def guards_section() -> str:
     path = RESULTS / "guards.json"
     if not path.is_file():
-        return NO_DATA.format(title="What the guards cost", name="guards")
+        return NO_DATA.format(title="The cost of the guards", name="guards")
     found = json.loads(path.read_text())
     lines = [
-        "## What the guards cost",
+        "## The cost of the guards",
         "",
-        "`python benchmarks/guards.py --json docs/results/guards.json`: a step with the NaN guard by ",
+        "`python benchmarks/guards.py --json docs/results/guards.json`: the time of a step with the NaN guard, ",
     ]
-    lines[-1] += "its neighbour without, one CPU process and one thread; the median, and the middle half of 1,000 "
-    lines[-1] += "medians drawn anew. "
-    lines[-1] += f"A heartbeat takes {1e3 * found['heartbeat_cpu_seconds']:.2f} ms of CPU a second."
-    lines += ["", "| model | pairs of steps | cost of a step |", "|---|---:|---|"]
+    lines[-1] += "compared with the next step without it, in one CPU process with one thread. Figures are medians; "
+    lines[-1] += "parentheses have the middle half of 1,000 bootstrap medians. "
+    lines[-1] += f"A heartbeat takes {1e3 * found['heartbeat_cpu_seconds']:.2f} ms of CPU time per second."
+    lines += ["", "| model | pairs of steps | additional time per step |", "|---|---:|---|"]
     for name, row in found["models"].items():
         middle, low, high = (100 * (row[figure] - 1) for figure in ("median", "low", "high"))
         lines.append(f"| {name} | {row['pairs']} | {middle:+.2f}% ({low:+.2f} to {high:+.2f}) |")

@@ -1,5 +1,5 @@
-"""The runs that benchmarks/resume.py, faults.py and long_run.py cut, kill and watch: every recipe and layout, each so
-small that a launch is mostly its start. What is random is on: dropout, shuffling, augmentation."""
+"""The runs that benchmarks/resume.py, faults.py and long_run.py cut, kill and watch: every recipe and layout, so small
+that a launch is mostly start-up. All randomness is on: dropout, shuffling, augmentation."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 REPO = Path(__file__).resolve().parents[1]
 STEPS_PER_EPOCH = 5
 GLOBAL_BATCH = 16
-# Of each logged row what tells the speed and the traffic of this launch: a resumed run must log all else the same.
+# Logged figures that measure the speed and the traffic of a launch. A resumed run must log all others the same.
 TIMES = ("_per_second", "_runtime", "step_seconds", "peak_memory", "mfu", "padding_share", "comm_")
 
 EVERY = {
-    "logging_steps": 2,  # a cut at an odd step is one inside a window
+    "logging_steps": 2,  # so that a cut at an odd step is inside a logging window
     "eval_strategy": "epoch",
     "bf16": False,
     "warmup_steps": 3,
@@ -38,7 +38,7 @@ CLASSIFIER = {
     "dropout": 0.1,
     "metric_for_best_model": "loss",
     "load_best_model_at_end": False,
-    "early_stopping_patience": 50,  # never reached: its counter is to go on
+    "early_stopping_patience": 50,  # never reached, but its counter must continue
 }
 SHAPE = "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,max_position_embeddings=32,dropout=0.1"
 LANGUAGE = {"config_overrides": SHAPE, "max_train_samples": 3, "sample_tokens": 4}
@@ -49,7 +49,7 @@ PICTURES = {
     "horizontal_flip": True,
 }
 OWN_ROWS = "rows.csv"
-# Nobody knows where an epoch of a stream ends.
+# The end of an epoch of a stream is not known in advance.
 STREAMED = {"streaming": True, "tokenizer": "byte", "train_file": OWN_ROWS, "max_train_samples": 80}
 STREAMED |= {"eval_strategy": "steps", "eval_steps": 4}
 SEQ, LM, PIPE, IMAGES = "seq_cls", "causal_lm", "causal_lm_pipeline", "image_cls"
@@ -57,7 +57,7 @@ SEQ, LM, PIPE, IMAGES = "seq_cls", "causal_lm", "causal_lm_pipeline", "image_cls
 
 @dataclass(frozen=True)
 class Run:
-    """One recipe in one layout, at the global batch of all others, in two micro-batches a step where that can be."""
+    """One recipe in one layout, with the same global batch as the others, in two micro-batches per step if possible."""
 
     recipe: str
     ranks: int
@@ -81,7 +81,7 @@ class Run:
 
 
 def own_rows(home: Path) -> Path:
-    """A file to stream, of texts whose words tell their label."""
+    """A file to stream: texts whose words determine their label."""
     path, generator = home / OWN_ROWS, random.Random(0)
     if not path.is_file():
         home.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ LAYOUTS = {
     "pipeline": Run(PIPE, 2, {**PIPELINE, "pipeline_parallel_size": 2}, accumulation=4),
     "pipeline_2x2": Run(PIPE, 4, {**PIPELINE, "pipeline_parallel_size": 2}, accumulation=4),
 }
-# What else there is to go wrong: the other recipes, orders of the data, precisions, compressed gradients.
+# Other sources of trouble: other recipes, data orders, precisions, compressed gradients.
 VARIETIES = {
     "causal_lm": Run(LM, 1, LANGUAGE),
     "causal_lm_packed": Run(LM, 2, {**LANGUAGE, "packing": "bfd", "document_mask": True}),
@@ -147,22 +147,22 @@ def port() -> str:
 
 
 def environment(cache: Path) -> dict[str, str]:
-    """For a launch: offline, one cache of prepared data, and sums that are always taken in the same order."""
+    """The environment of a launch: offline, one cache of prepared data, and a fixed order of summation."""
     path = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
     given = {"HF_HUB_OFFLINE": "1", "FINETUNE_CACHE": str(cache), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     return {**os.environ, **given}
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """All of a model's or an adapter's, from however many files."""
+    """All tensors of a model or an adapter, from all of its files."""
     from safetensors.torch import load_file
 
     return {name: tensor for path in folder.glob("*model*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def different_weights(one: Path, other: Path) -> list[str]:
-    """The names of tensors that are not bit-equal."""
-    import torch  # here, for the pages are made without it
+    """The names of tensors that are not bit-identical."""
+    import torch  # imported here, because pages are rendered without it
 
     ours, theirs = weights(one), weights(other)
     if not ours or ours.keys() != theirs.keys():
@@ -171,7 +171,7 @@ def different_weights(one: Path, other: Path) -> list[str]:
 
 
 def farthest(one: Path, other: Path) -> float:
-    """The largest difference of a weight; infinite where they are not the same weights."""
+    """The largest difference of any weight; infinite if names or shapes differ."""
     ours, theirs = weights(one), weights(other)
     if not ours or ours.keys() != theirs.keys() or any(ours[name].shape != theirs[name].shape for name in ours):
         return float("inf")
@@ -179,14 +179,14 @@ def farthest(one: Path, other: Path) -> float:
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl, without what tells the time."""
+    """The rows of metrics.jsonl, without times and speeds."""
     path = folder / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
     return [{k: v for k, v in row.items() if k != "time" and not any(t in k for t in TIMES)} for row in rows]
 
 
 def different_rows(one: Path, other: Path) -> list[str]:
-    """What is logged otherwise, as `step: names`."""
+    """The logged figures that differ, as `step: names`."""
     ours, theirs = logged(one), logged(other)
     found = [f"{len(ours)} rows, {len(theirs)} rows"] if len(ours) != len(theirs) else []
     for mine, its in zip(ours, theirs, strict=False):
@@ -196,11 +196,11 @@ def different_rows(one: Path, other: Path) -> list[str]:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Those under their final names, oldest first."""
+    """The checkpoints under their final names, oldest first."""
     return sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rsplit("-", 1)[1]))
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a JSON-lines file, which need not be there."""
+    """The rows of a JSON-lines file; none if it does not exist."""
     for line in path.read_text().splitlines() if path.is_file() else ():
         yield json.loads(line)

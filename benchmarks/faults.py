@@ -1,17 +1,17 @@
-r"""SIGKILL at random moments, over all recipes and layouts: is every run resumed, from where, and to the same weights?
+r"""SIGKILL at random moments, for all recipes and layouts: does every run resume, from where, and to the same weights?
 
-    python benchmarks/faults.py --minutes 60                     # goes on where it stopped, at the next chain
-    python benchmarks/faults.py --minutes 5 --runs plain zero2   # some of them
+    python benchmarks/faults.py --minutes 60                     # continues where it stopped, at the next chain
+    python benchmarks/faults.py --minutes 5 --runs plain zero2   # some of the runs
 
-A chain is one run of durability_runs.py in one folder: launched, killed, launched again by `--resume`, killed again,
-and after the last kill left to end; its weights are then compared with those of a run that nobody killed. Half of the
-kills are aimed at saves: they wait for `unfinished-checkpoint-N` and strike at a random moment of that save, in its
-rotation, or while the final model is put in place; the others come at a random moment of start-up and training. They
-hit one random rank, all ranks at once, or the launcher first and the ranks a random moment later, as a cluster does.
-All is drawn from --seed. A row for each kill and for each chain goes to docs/results/faults.jsonl.
+A chain is one run of durability_runs.py in one folder. It is launched, killed, launched again with `--resume`, killed
+again, and so on; after the last kill it runs to its end. Its weights are then compared with those of a run that was not
+killed. Half of the kills are aimed at saves: they wait for `unfinished-checkpoint-N` and strike at a random moment of
+that save, in its rotation, or while the final model is put in place. The others come at a random moment of start-up and
+training. They hit one random rank, all ranks at once, or the launcher first and the ranks a random moment later, as a
+cluster does. Everything is drawn from --seed. Writes a row for each kill and each chain to docs/results/faults.jsonl.
 benchmarks/faults_stock.py does the same to the plain Trainer with DeepSpeed.
 
-    python benchmarks/faults.py --async_save on --runs zero2 --chains 1    # checkpoints written beside the training
+    python benchmarks/faults.py --async_save on --runs zero2 --chains 1    # checkpoints written in the background
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from finetune.training.checkpoints.manifest import checkpoints_in, problems
 OUT = REPO / "docs" / "results" / "faults.jsonl"
 STEPS = 60
 FLAGS = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 3, "save_total_limit": 2, "logging_steps": 1}
-# Where costs are measured, one that begins anew may be cut elsewhere than the uncut run, and be rounded otherwise.
+# With measured costs, a fresh start may choose another partition than the uninterrupted run, and round differently.
 MORE_FLAGS = {"image_cls_pipeline": {"partition_method": "parameters"}}
 KILLS_PER_CHAIN = 6
 KILLED = ("plain", "ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "fsdp", "pipeline")
@@ -46,25 +46,25 @@ writing = threading.Lock()
 
 
 class Chain:
-    """One run in one folder, killed and launched again, and what there is to tell of each kill."""
+    """One run in one folder, killed and launched again, and the record of each kill."""
 
     def __init__(self, name: str, number: int, seed: int, home: Path, async_save: str = "off") -> None:
         self.name, self.number, self.home, self.async_save = name, number, home, async_save
         self.run, self.folder = RUNS[name], home / f"{name}-{number}"
         self.generator = random.Random(f"{seed} {name} {number}")
         self.struck: list[dict[str, Any]] = []
-        self.unanswered: list[dict[str, Any]] = []  # kills after which no launch has yet said where it goes on
-        self.steps: list[tuple[float, int]] = []  # when each step was logged, of all launches
+        self.unanswered: list[dict[str, Any]] = []  # kills whose resume no launch has reported yet
+        self.steps: list[tuple[float, int]] = []  # the time at which each step was logged, over all launches
 
     def rows(self, kills: int) -> list[dict[str, Any]]:
-        """Launch, kill, launch again, and at last let it end."""
+        """Launch, kill, launch again, and finally let the run end."""
         for at in range(kills):
             launch, row = self.launch(), self.draw(at, kills)
             kill = Kill(row["moment"], row["victim"], self.generator.random(), self.generator.random())
             struck_at = aimed(launch, kill, moments(launch, self.generator.randrange(2)))
             ended = launch.end()
             self.hear(launch)
-            if struck_at is None:  # it ended by itself first: nothing is left to kill
+            if struck_at is None:  # it ended before the kill
                 break
             row |= {"time": struck_at, "hit": what_it_hit(launch, STEPS), "seconds_to_end": ended}
             row["torn"] = [path.name for path in self.folder.glob("unfinished-checkpoint-*")]
@@ -78,7 +78,7 @@ class Chain:
         return [*self.told(), self.closing(launch, status)]
 
     def draw(self, at: int, kills: int) -> dict[str, Any]:
-        """Which kill comes next: every second one at a save, the last of them perhaps at the final model's."""
+        """Draw the next kill: every second one at a save, late ones perhaps at that of the final model."""
         late = at >= kills - 2
         fitting = [moment for moment in MOMENTS_OF_SAVES if late or moment != "final"]
         moment = self.generator.choice(fitting if at % 2 else OTHER_MOMENTS)
@@ -93,7 +93,7 @@ class Chain:
         return Launch(command, self.folder, self.home / "cache", self.run.ranks)
 
     def hear(self, launch: Launch) -> None:
-        """Where a launch that is over went on, by its own words, and by the first step that it logged."""
+        """Record where a finished launch resumed, by its own message and by the first step that it logged."""
         own = new_steps(self.folder, launch.began)
         self.steps += own
         said = launch.went_on_from()
@@ -102,7 +102,7 @@ class Chain:
         if said is None and "nothing is left to do" in launch.output:
             said = self.durable
         if said is None and launch.was_struck:
-            return  # killed before it could tell: the next launch answers for both kills
+            return  # killed before its message: the next launch answers for both kills
         for row in self.unanswered:
             first = own[0][1] - 1 if own else said
             row |= {"from": said, "resumed": said is not None and first == said}
@@ -119,7 +119,7 @@ class Chain:
         return self.struck
 
     def closing(self, launch: Launch, status: int | None) -> dict[str, Any]:
-        """Whether the run has ended as if nobody had killed it."""
+        """Whether the run ended as if it had not been killed."""
         ended = status == 0 or "nothing is left to do" in launch.output
         row = {"run": self.name, "chain": self.number, "kills": len(self.struck), "ended": ended}
         row["async_save"] = self.async_save
@@ -148,13 +148,13 @@ def newest_durable(folder: Path) -> int | None:
 
 
 def newest_is_whole(folder: Path) -> bool:
-    """Of the checkpoints under their final names; also where there is none."""
+    """Whether the newest checkpoint under a final name is complete; true if there is none."""
     newest = next(iter(checkpoints_in(folder)), None) if folder.is_dir() else None
     return newest is None or not problems(newest, hashes=True)
 
 
 def uncut_run(name: str, home: Path) -> Path:
-    """What nobody kills, made once."""
+    """The folder of the run that is not killed, trained once."""
     folder = home / f"{name}-uncut"
     with running[name]:
         if not (folder / "README.md").is_file():
@@ -168,7 +168,7 @@ running = {name: threading.Lock() for name in RUNS}
 
 
 def campaign(names: list[str], home: Path, options: argparse.Namespace) -> None:
-    """Chains in turn over the runs until the time is over; those of one rank two at a time."""
+    """Chains of all runs in turn until the time is up; single-rank chains run two at a time."""
     done = {(row["run"], row["chain"]) for row in rows_of(options.out) if "kills" in row}
     end = time.monotonic() + 60 * options.minutes
     todo = [(name, number) for number in range(options.chains) for name in names if (name, number) not in done]
@@ -185,10 +185,10 @@ def campaign(names: list[str], home: Path, options: argparse.Namespace) -> None:
             file.writelines(json.dumps(row) + "\n" for row in rows)
         *kills, last = rows
         bad = sum(not row.get("resumed") for row in kills)
-        ends = "bit-equal" if last["ended"] and not last["weights_apart"] else "NOT AS UNCUT"
+        ends = "bit-identical" if last["ended"] and not last["weights_apart"] else "DIFFERS"
         print(f"{of[0]:18} chain {of[1]}: {len(kills)} kills, {bad} not resumed, {ends}", flush=True)
 
-    for number in range(options.chains):  # so that a budget that ends early has something of every layout
+    for number in range(options.chains):  # so that a short budget covers every layout
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(one, [of for of in paired if of[1] == number]))
         for of in alone:
@@ -205,11 +205,13 @@ def summary(rows: list[dict[str, Any]]) -> str:
     seconds = [row["seconds_lost"] for row in kills if row.get("seconds_lost") is not None]
     lines = [f"{len(kills)} kills, {sum(row['moment'] in MOMENTS_OF_SAVES for row in kills)} of them aimed at saves"]
     hit = sum(str(row.get("hit")).startswith("save") for row in kills)
-    lines += [f"by what was left, {hit} hit a save"]
-    lines += [f"resumed {resumed}, with steps lost beyond the last durable save {len(lost)}"]
-    lines += [f"chains that ended bit-equal to the uncut run: {equal} of {len(chains)}"]
+    lines += [f"judging by the files left behind, {hit} hit a save"]
+    lines += [f"{resumed} resumed, {len(lost)} lost steps beyond the last durable save"]
+    lines += [f"chains that ended bit-identical to the uninterrupted run: {equal} of {len(chains)}"]
     lines += (
-        [f"seconds lost per kill: median {statistics.median(seconds):.1f}, most {max(seconds):.1f}"] if seconds else []
+        [f"seconds lost per kill: median {statistics.median(seconds):.1f}, maximum {max(seconds):.1f}"]
+        if seconds
+        else []
     )
     lines += [json.dumps(row) for row in kills if not row.get("resumed") or row.get("lost_steps")]
     return "\n".join(lines)
@@ -219,8 +221,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--runs", nargs="+", default=list(KILLED), choices=list(RUNS))
-    parser.add_argument("--chains", type=int, default=3, help="of each run")
-    parser.add_argument("--kills", type=int, default=KILLS_PER_CHAIN, help="in each chain")
+    parser.add_argument("--chains", type=int, default=3, help="per run")
+    parser.add_argument("--kills", type=int, default=KILLS_PER_CHAIN, help="per chain")
     parser.add_argument("--seed", type=int, default=8)
     parser.add_argument("--async_save", default="off", choices=("off", "on"), help="of the runs that are killed")
     parser.add_argument("--out", type=Path, help="default: docs/results/faults.jsonl, or faults_async.jsonl beside it")

@@ -1,16 +1,16 @@
-r"""SIGKILL, and something is changed before the next launch: is the run refused, or the same in the end?
+r"""SIGKILL, and a change before the next launch: is the change refused, or does the run end with the same weights?
 
     python benchmarks/faults_changed.py                # 60 kills and more, about forty minutes on two cores
-    python benchmarks/faults_changed.py --runs zero2   # some of them
-    python benchmarks/faults_changed.py --runs zero2 zero3 --to plain --chains 1   # after the first kill on one process
+    python benchmarks/faults_changed.py --runs zero2   # some of the runs
+    python benchmarks/faults_changed.py --runs zero2 zero3 --to plain --chains 1   # one process after the first kill
 
-A chain is as in faults.py: launched, killed at a random moment, launched again. Before a launch that has a checkpoint
-to go on from, one change is drawn: of the data file or of a flag that has to be refused (REFUSED), of one that is
-applied (APPLIED) or changes nothing (GOES_ON), or of the layout (MOVES): another world size, ZeRO stage or number of
-pipelines. What has to be refused is launched as it is, must end with one error that names it, and must leave the
-checkpoints as they were; then it is taken back. In the end the weights are compared, bit for bit, with those of runs
-that nobody killed and that took over from one another at the same steps, under the same layouts and applied flags.
-Writes docs/results/faults_changed.jsonl, a row for each kill, change and chain, and the page.
+Chains are as in faults.py: launched, killed at a random moment, launched again. Before each launch that resumes from a
+checkpoint, one change is drawn: of the data file or a flag that must be refused (REFUSED), of a flag that is applied
+(APPLIED) or has no effect on training (GOES_ON), or of the layout (MOVES): another world size, ZeRO stage or number of
+pipelines. A launch with a change that must be refused has to end with one error that names it, and to leave the
+checkpoints as they were; then the change is reverted. In the end, the weights are compared bit for bit with those of
+runs that were not killed and that took over from one another at the same steps, with the same layouts and applied
+flags. Writes docs/results/faults_changed.jsonl, a row for each kill, change and chain, and the page.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ GOES_ON: dict[str, dict[str, Any]] = {
     "evaluation": {"eval_strategy": "no", "early_stopping_patience": None},
     "another path to the data": {},
 }
-# A measured cut of a pipeline may be another in another run.
+# A pipeline's partition by measured costs may differ from run to run.
 MORE_FLAGS = {PIPE: {"partition_method": "parameters"}}
-MADE_HOW = """Eight of the chains drew a change of layout less often than the others. One of the pipeline was run again:
-it had refused other text by words that did not name `--resume`, and does since. Of the
-chains from 100 on (`--to plain`) the first change is to one process, and the rest is drawn. Two of zero3 were
-killed before their first checkpoint until the last launch, so that the one process had nothing left to train; the
-third, whose seed (71) was chosen for that, was killed at step 3, and one process trained on from there."""
+MADE_HOW = """Eight of the chains drew layout changes less often than the others. One pipeline chain was run again: it
+had refused different text with a message that did not name `--resume`; now the message does. In chains numbered 100
+and above (`--to plain`), the first change is to one process, and the others are drawn. Two such zero3 chains were
+killed before their first checkpoint until the last launch, so that the one process had nothing left to train. The seed
+of the third (71) was chosen to avoid this: it was killed at step 3, and one process trained on from there."""
 Rows = list[list[str]]
 
 
@@ -81,7 +81,7 @@ DATA: dict[str, Callable[[Rows], Rows]] = {
 
 @dataclass(frozen=True)
 class Life:
-    """What ran after `step`, until the next."""
+    """The layout and flags that ran from `step` to the next life's step."""
 
     layout: str
     applied: tuple[tuple[str, Any], ...]
@@ -101,7 +101,7 @@ def written(path: Path, rows: Rows, header: list[str]) -> Path:
 
 
 def data_of(recipe: str, home: Path) -> tuple[list[str], Rows]:
-    """Names of the columns, and rows."""
+    """Column names, and rows."""
     if recipe == PIPE:
         return ["text"], [[topic] for topic in manual_topics()[:12]]
     header, *rows = csv.reader(own_rows(home).read_text().splitlines())
@@ -109,7 +109,7 @@ def data_of(recipe: str, home: Path) -> tuple[list[str], Rows]:
 
 
 def nobody_killed(lives: tuple[Life, ...], data: Path, home: Path, saves: int | None = None) -> Path:
-    """The folder of a run that went through the `lives` to its end, made once; with a checkpoint of step `saves`."""
+    """The folder of a run that went through the `lives` to its end, trained once; it has a checkpoint at `saves`."""
     folder = home / "uncut" / of_text([str(data), saves, *map(str, lives)])
     if not (folder / "README.md").is_file():
         *before, life = lives
@@ -126,7 +126,7 @@ def nobody_killed(lives: tuple[Life, ...], data: Path, home: Path, saves: int | 
 class ChangedChain(Chain):
     def __init__(self, name: str, number: int, seed: int, home: Path, to: str | None = None) -> None:
         super().__init__(name, number, seed, home)
-        self.to = to  # the layout that it has to come to first
+        self.to = to  # the first layout to change to
         self.home.joinpath("uncut").mkdir(exist_ok=True)
         self.header, self.texts = data_of(self.run.recipe, home)
         self.whole = written(home / f"{self.run.recipe}.csv", self.texts, self.header)
@@ -147,7 +147,7 @@ class ChangedChain(Chain):
         return Launch(command, self.folder, self.home / "cache", self.run.ranks)
 
     def change(self) -> None:
-        """Before a launch that goes on."""
+        """Draw and apply a change before a launch that resumes."""
         row: dict[str, Any] = {"run": self.name, "chain": self.number, "at": newest_durable(self.folder)}
         kinds = ("data refused", "flag refused", "applied", "goes on", "layout", "layout")
         row["kind"] = "layout" if self.to else self.generator.choice(kinds)
@@ -180,7 +180,7 @@ class ChangedChain(Chain):
         self.changes.append(row)
 
     def tried(self, change: dict[str, Any], names: str) -> dict[str, Any]:
-        """A launch that must end with one error that names what was changed."""
+        """Try a launch that must end with one error that names the change."""
         before = self.listing()
         launch = self.begin(change)
         status = launch.wait()
@@ -198,14 +198,14 @@ class ChangedChain(Chain):
     def hear(self, launch: Launch) -> None:
         super().hear(launch)
         step = 0 if self.durable is None else launch.went_on_from()
-        if step is not None:  # what ran after this step before is of an abandoned branch
+        if step is not None:  # earlier steps after this one belong to an abandoned branch
             earlier = [life for life in self.lives if life.step < step]
             now = Life(self.layout, tuple(sorted(self.applied.items())), step)
             is_new = not earlier or (earlier[-1].layout, earlier[-1].applied) != (now.layout, now.applied)
             self.lives = [*earlier, now] if is_new else earlier
 
     def told(self) -> list[dict[str, Any]]:
-        """Not every step is logged here, so that the first one which is does not tell where a launch went on."""
+        """Not every step is logged here, so the first logged step does not show where a launch resumed."""
         for row in self.struck:
             row["resumed"] = row.get("from") == (row["durable"] or 0)
             if row["resumed"]:
@@ -225,17 +225,21 @@ class ChangedChain(Chain):
 def page(rows: list[dict[str, Any]]) -> str:
     stack = in_words(next(row["versions"] for row in reversed(rows) if "versions" in row))
     lines = [
-        "# Killed, changed, and launched again",
+        "# Kill, change something, resume",
         "",
         f"`python benchmarks/faults_changed.py`, {stack}, two cores.",
-        "A run of 60 steps is killed by SIGKILL at random moments, half of them in saves, and something is changed",
-        "before it is launched again. Another data file, seed or shape must be refused by name, with the checkpoints",
-        "left as they were. All else goes on. In the end the weights are compared bit for bit with those of runs that",
-        "nobody killed and that took over from one another at the same steps, with the same layouts and rates: at",
-        "another world size dropout draws other numbers, so that a run that never moved would be no measure.",
+        "A run of 60 steps is killed by SIGKILL at random moments, half of them during saves, and something is changed",
+        "before the next launch. Another data file, seed or model shape must be refused with an error that names it,",
+        "and the checkpoints must stay as they were. With any other change, the run must resume. In the end, the",
+        "weights are compared bit for bit with those of runs that were not killed and that took over from one another",
+        "at the same steps, with the same layouts and learning rates. A reference that never changes its layout would",
+        "not do: at another world size, dropout draws other numbers.",
         "",
-        "| run | kills | resumed | refused: data | refused: flags | not refused | applied | goes on | layouts changed "
-        "| chains bit-equal |",
+        "Columns count kills, resumed runs, and changes: refused as required (data, flags), not refused as required,",
+        "applied to the run, without effect on training, and of the layout.",
+        "",
+        "| run | kills | resumed | refused: data | refused: flags | not refused | applied | no effect "
+        "| layout changed | bit-identical chains |",
         f"|---{'|---' * 9}|",
     ]
     for name in dict.fromkeys(row["run"] for row in rows):
@@ -251,24 +255,31 @@ def page(rows: list[dict[str, Any]]) -> str:
         lines.append(f"| {name} | {' | '.join(map(str, figures))} | {equal} of {len(chains)} |")
     odd = [row for row in rows if ("refused" in row and not (row["refused"] and row["checkpoints_kept"]))]
     odd += [row for row in rows if row.get("weights_apart") or ("kill" in row and not row.get("resumed"))]
-    lines += ["", "Not as it should be:", ""] if odd else ["", "Nothing was otherwise."]
+    good = "Every killed run resumed, every change that must be refused was refused without touching the checkpoints, "
+    good += "and every chain was bit-identical."
+    lines += ["", "Unexpected results:", ""] if odd else ["", good]
     for row in odd:
         what = row.get("change") or row.get("moment") or f"lives {row['lives']}, apart: {row['weights_apart'][:3]}"
         lines.append(f"- {row['run']} chain {row['chain']}: {what}")
     counts = Counter(row["change"] for row in rows if "change" in row)
-    lines += ["", "Changes: " + ", ".join(f"`{change}` ({number})" for change, number in sorted(counts.items())) + "."]
+    lines += [
+        "",
+        "How often each change was drawn: "
+        + ", ".join(f"`{change}` ({number})" for change, number in sorted(counts.items()))
+        + ".",
+    ]
     lines += ["", MADE_HOW]
-    return "\n".join([*lines, "", "What it does not show: GPUs, several nodes, and data of a hub.", ""])
+    return "\n".join([*lines, "", "What this does not show: GPUs, several nodes, and data from a hub.", ""])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", default=list(MOVES), choices=list(MOVES))
-    parser.add_argument("--chains", type=int, default=4, help="of each run")
-    parser.add_argument("--kills", type=int, default=6, help="in each chain")
+    parser.add_argument("--chains", type=int, default=4, help="per run")
+    parser.add_argument("--kills", type=int, default=6, help="per chain")
     parser.add_argument("--seed", type=int, default=17)
     layouts = sorted({to for moves in MOVES.values() for to in moves})
-    parser.add_argument("--to", choices=layouts, help="goes on as this after the first kill")
+    parser.add_argument("--to", choices=layouts, help="the layout after the first kill")
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
     done = {(row["run"], row["chain"]) for row in rows_of(options.out) if "kills" in row}
@@ -285,7 +296,7 @@ def main() -> None:
             shutil.rmtree(chain.folder, ignore_errors=True)
             odd = [row["change"] for row in chain.changes if "refused" in row and not row["refused"]]
             lost = sum(not row.get("resumed") for row in kills)
-            ends = last["weights_apart"] or "bit-equal"
+            ends = last["weights_apart"] or "bit-identical"
             print(f"{name} {number}: {len(kills)} kills, {lost} lost; not refused: {odd}; {ends}", flush=True)
     options.out.with_suffix(".md").write_text(page(list(rows_of(options.out))))
 

@@ -1,12 +1,12 @@
-r"""What the plain Trainer with DeepSpeed ZeRO-2 does when it is killed in its saves, as benchmarks/faults.py does ours.
+r"""Kills the plain Trainer with DeepSpeed ZeRO-2 during its saves, as benchmarks/faults.py does with the toolkit.
 
-    python benchmarks/faults_stock.py --kills 36         # goes on where it stopped
+    python benchmarks/faults_stock.py --kills 36         # continues where it stopped
 
-benchmarks/stock_resume.py is launched on two ranks, killed at a random moment of a save (from the appearance of
-`checkpoint-N` on), and launched again with `resume_from_checkpoint=True`. Where that launch fails, what a user does by
-hand is done: the newest checkpoint is deleted, and it is launched once more, until it trains. A row for each kill goes
-to docs/results/faults_stock.jsonl: what the newest checkpoint lacked, whether the launch failed and how, where it went
-on, and whether the losses it then logged are those of the run that nobody killed.
+benchmarks/stock_resume.py is launched on two ranks, killed at a random moment of a save (once `checkpoint-N` exists),
+and launched again with `resume_from_checkpoint=True`. If that launch fails, the script does what a user would do by
+hand: it deletes the newest checkpoint and launches again, until the run trains. Writes a row for each kill to
+docs/results/faults_stock.jsonl: what the newest checkpoint lacked, whether and how the launch failed, where it resumed,
+and whether the losses that it then logged equal those of the run that was not killed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def launch(folder: Path, home: Path) -> Launch:
 
 
 def save_begins(launch: Launch, to_pass: int) -> dict[str, Callable[[], bool]]:
-    """Once so many new checkpoints have gone by, the name of the next."""
+    """A test for the start of a save, after `to_pass` new checkpoints."""
     before = {path.name for path in launch.folder.glob("checkpoint-*")}
     new = set[str]()
 
@@ -52,14 +52,14 @@ def save_begins(launch: Launch, to_pass: int) -> dict[str, Callable[[], bool]]:
 
 
 def lacking(folder: Path) -> list[str]:
-    """What a checkpoint that was cut off has not, or has empty."""
+    """The files that a partial checkpoint lacks, or that are empty."""
     missing = [name for name in WANTED if not (folder / name).is_file() or not (folder / name).stat().st_size]
     patterns = [*SHARDS, "mp_rank_00_model_states.pt"]
     return missing + [name for name in patterns if not any(folder.glob(f"global_step*/{name}"))]
 
 
 class Campaign:
-    """One run after the other, each killed until it ends, or until it is no longer the run that nobody killed."""
+    """One run after the other, each killed until it ends, or until it diverges from the run that was not killed."""
 
     def __init__(self, home: Path, seed: int, out: Path) -> None:
         self.home, self.seed, self.out = home, seed, out
@@ -71,7 +71,7 @@ class Campaign:
         self.pending: dict[str, Any] | None = None  # the row of the last kill, which the next launch completes
 
     def run(self, done: int, kills: int) -> None:
-        """Every launch is at once the resume of the kill before it, and what the next kill hits."""
+        """Every launch is the resume after one kill and the target of the next."""
         while done < kills:
             generator = random.Random(f"{self.seed} {done} {self.pending is None}")
             current = launch(self.folder, self.home)
@@ -86,7 +86,7 @@ class Campaign:
                 wrong = self.complete(self.pending, current)
                 done += 1
             self.pending = None
-            if struck_at is None or wrong:  # it has ended, or is another run now: begin anew
+            if struck_at is None or wrong:  # it has ended or diverged: start over
                 shutil.rmtree(self.folder)
             else:
                 self.pending = self.struck(struck_at, kill)
@@ -99,7 +99,7 @@ class Campaign:
         return row | {"latest_unreadable": "latest" in row["lacks"], "failures": [], "deleted_by_hand": []}
 
     def mend_by_hand(self, current: Launch) -> None:
-        """What a user does once the words have been read."""
+        """Do what a user does after reading the error."""
         names = checkpoints(self.folder)
         if self.pending is None or not names:
             raise SystemExit(current.output[-3000:])
@@ -108,7 +108,7 @@ class Campaign:
         shutil.rmtree(names[-1])
 
     def complete(self, row: dict[str, Any], current: Launch) -> bool:
-        """Whether the run has silently become another."""
+        """Whether the run has silently diverged."""
         struck_at, steps = row.pop("struck"), new_steps(self.folder, current.began)
         row["from"] = current.went_on_from()
         row["seconds_lost"] = next((round(when - struck_at, 2) for when, step in steps if step >= row["durable"]), None)
@@ -129,7 +129,7 @@ def losses(folder: Path, since: float) -> dict[int, float]:
 
 
 def why(output: str) -> str:
-    """The first exception of a launch, in a line."""
+    """The first exception of a launch, on one line."""
     said = re.findall(r"^(?:\[rank\d\]: )?((?:\w+\.)*\w*(?:Error|Exception)): (.*)", output, re.MULTILINE)
     named = [f"{kind}: {words}" for kind, words in said if "ChildFailed" not in kind]
     return named[0][:300] if named else output[-300:]

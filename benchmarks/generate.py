@@ -1,11 +1,11 @@
-"""Tokens a second of `finetune generate` beside a plain loop over `model.generate`, with the same model, prompts, batch
-size and threads, in turns within one process.
+"""Tokens per second of `finetune generate` and of a plain loop over `model.generate`, with the same model, prompts,
+batch size and threads, interleaved in one process.
 
     OMP_NUM_THREADS=1 python benchmarks/generate.py --out docs/results/generate.json    # a small GPT-lite on the CPU
 
-The loop is the one of transformers' documentation: prompts in their order, padded on the left by the tokenizer, the
-answers decoded. Ours puts prompts of like length together and looks for where each answer ends. Both are greedy and
-write as many tokens for each prompt, and their answers are compared.
+The loop is the one in transformers' documentation: prompts in their original order, padded on the left by the
+tokenizer, answers decoded. Ours groups prompts of similar length and detects where each answer ends. Both decode
+greedily and write the same number of tokens for each prompt. Their answers are compared.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ def ours(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
 
 
 def measure(turns: int) -> dict[str, Any]:
-    """Tokens a second of both, turn by turn, by the clock and by CPU time, which others' work changes less; who begins
-    changes."""
+    """Tokens per second of both, per round, by wall-clock time and by CPU time, which other programs affect less; they
+    alternate in going first."""
     model, tokenizer = build()
     kinds, same = {}, True
     for kind, prompts in texts().items():
-        same &= plain(model, tokenizer, prompts) == ours(model, tokenizer, prompts)  # and it warms up
+        same &= plain(model, tokenizer, prompts) == ours(model, tokenizer, prompts)  # also a warm-up
         rates: dict[str, list[float]] = {"plain": [], "ours": [], "plain_cpu": [], "ours_cpu": []}
         for turn in range(turns):
             for run in (plain, ours) if turn % 2 else (ours, plain):
@@ -103,18 +103,20 @@ def page(data: dict[str, Any]) -> str:
     """docs/results/generate.md."""
     turns = len(next(iter(data["kinds"].values()))["ours"])
     lines = [
-        "# Generating beside a plain loop",
+        "# `finetune generate` compared with a plain loop",
         "",
-        f"A GPT-lite of {LAYERS} layers of {WIDTH} in fp32, {PROMPTS} prompts, {NEW} new tokens each, batches of",
-        f"{BATCH}; both in one process, by turns. {data['machine']}, load average {data['load']};",
-        f"{data['versions']}; medians of {turns} turns (smallest to largest).",
-        f"Answers are {'the same' if data['same_answers'] else 'NOT the same'}. The loop is `model.generate` over the",
-        "prompts in their order; `finetune generate` puts those of like length together, and looks for where each",
-        "answer ends. Where all prompts are of one length, there is nothing to put together.",
+        f"A GPT-lite with {LAYERS} layers and hidden size {WIDTH} in fp32; {PROMPTS} prompts, {NEW} new tokens each,",
+        f"batch size {BATCH}. Both run in one process, interleaved. {data['machine']}, load average {data['load']};",
+        f"{data['versions']}. Medians of {turns} rounds, with the range in parentheses.",
+        f"The answers are {'identical' if data['same_answers'] else 'NOT identical'}.",
+        "",
+        "The plain loop calls `model.generate` on the prompts in their original order. `finetune generate` groups",
+        "prompts of similar length, and detects where each answer ends. With prompts of one length, there is nothing",
+        "to group.",
         "",
         "Made by `OMP_NUM_THREADS=1 python benchmarks/generate.py --out docs/results/generate.json`.",
         "",
-        "| prompts | loop, tokens/s | finetune generate, tokens/s | ratio by the clock | ratio by CPU time |",
+        "| prompts | plain loop, tokens/s | `finetune generate`, tokens/s | ratio, wall-clock | ratio, CPU time |",
         "|---|---|---|---|---|",
     ]
     for kind, rates in data["kinds"].items():

@@ -1,16 +1,17 @@
-"""All that is measured on one GPU, in order of value. Parts that are done are skipped: start it again, and it goes on.
+"""Runs all measurements on one GPU, the most important first. A new start skips the parts that are done.
 
-    python benchmarks/gpu.py                      # stops itself before 25 minutes are over
-    python benchmarks/gpu.py --minutes 9          # where a command may take no longer: a few parts at each start
-    python benchmarks/gpu.py --again lora zero    # these once more, such as parts that failed
-    python benchmarks/gpu.py --list               # what there is to do; needs no GPU
-    python benchmarks/gpu.py --out gpu_results    # files go there, and not into docs/results
+    python benchmarks/gpu.py                      # stops before 25 minutes are over
+    python benchmarks/gpu.py --minutes 9          # for machines with a time limit per command: a few parts per start
+    python benchmarks/gpu.py --again lora zero    # runs these parts again, for example because they failed
+    python benchmarks/gpu.py --list               # lists the parts; needs no GPU
+    python benchmarks/gpu.py --out gpu_results    # writes there instead of docs/results
 
-Each part is a process with a time limit of its own. After each, gpu.json says how it ended, with what, and in how many
-seconds, and gpu.md is made from that. One that fails, or is late, stops no other. Nothing is downloaded. Beside what
-the recipes need it takes trl and peft (`lora`) and liger-kernel (`kernels`). `lora` writes 16 GB of temporary files.
+Each part is a process with its own time limit. After each, gpu.json records how it ended, with which releases, and
+after how many seconds; gpu.md is rendered from that. A part that fails or times out does not stop the others. Nothing
+is downloaded. Besides the recipes' packages, `lora` needs trl and peft, and `kernels` needs liger-kernel. `lora` writes
+16 GB of temporary files.
 
-On a machine that is lent for this: bring the folder of --out with you, and take it home after each command.
+On a borrowed machine, bring the folder of --out along, and copy it back after each command.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from finetune.versions import version
 REPO = Path(__file__).resolve().parents[1]
 RESULTS = REPO / "docs" / "results"
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "liger-kernel", "triton")
-SAID_LINES = {True: 12, False: 30}  # that are kept of what a part says: done or not
+SAID_LINES = {True: 12, False: 30}  # lines kept of a part's output: done or not
 OUT, MACHINE = "OUT", "OUT/gpu_machine.json"  # OUT: the folder of results, in a part's command
 PLAN = ("-m", "finetune.cli", "plan")
 VERIFY = ("--gpu", MACHINE, "--nodes", "1", "--gpus_per_node", "1", "--bf16", "True", "--verify")
@@ -46,13 +47,13 @@ LLAMA = ("--per_device_train_batch_size", "4", "--block_size", "2048")
 
 @dataclass(frozen=True)
 class Part:
-    """`command` is what Python is given; `files` are those that it must write below OUT, with a page of their own each
-    where there is one. Where there is none the page shows what it says."""
+    """`command` has Python's arguments; `files` are those that it must write below OUT, its own page among them if
+    it has one. Without files, the page shows its output."""
 
     name: str
     what: str
     command: tuple[str, ...]
-    minutes: float  # after which it is ended
+    minutes: float  # its time limit
     files: tuple[str, ...] = ()
 
 
@@ -61,45 +62,45 @@ def results(name: str) -> tuple[str, ...]:
 
 
 PARTS = (
-    Part("calibrate", "This GPU as `finetune plan` sees it: rates of products, kernels, the host's link.",
+    Part("calibrate", "This GPU's profile for `finetune plan`: rates of products and kernels, the link to the host.",
          (*PLAN, "--calibrate", MACHINE, "--ranks", "1"), 5, ("gpu_machine.json",)),
-    Part("verify_gpt2", "GPT-2, 16 x 1,024 tokens, planned by that profile, and run.",
+    Part("verify_gpt2", "GPT-2, 16 x 1,024 tokens, planned with that profile, then run.",
          (*PLAN, "gpt2", *VERIFY, "--per_device_train_batch_size", "16", "--block_size", "1024"), 2),
-    Part("verify_llama", "Llama-3.2-1B under ZeRO-2, 4 x 2,048 tokens, likewise.",
+    Part("verify_llama", "Llama-3.2-1B under ZeRO-2, 4 x 2,048 tokens, planned, then run.",
          (*PLAN, "Llama-3.2-1B", *VERIFY, *LLAMA, "--deepspeed", "zero2"), 2),
     Part("gpt2", "GPT-2 124M: the recipe, the stock Trainer and a compiled plain loop, tokens/s and MFU.",
          ("benchmarks/causal_lm_gpu.py", "--parts", "training", "--repeats", "1", "--out", OUT), 8,
          results("causal_lm_gpu")),
-    Part("distilbert", "A DistilBERT on texts as long as IMDB's: the recipe and the stock Trainer.",
+    Part("distilbert", "A DistilBERT on texts of IMDB's lengths: the recipe and the stock Trainer.",
          ("benchmarks/seq_cls.py", "--ranks", "1", "--model", "distilbert", "--data", "IMDB-like lengths",
           "--parts", "speed", "--windows", "40", "--repeats", "1", "--out", OUT), 6, results("seq_cls_gpu")),
-    Part("lora", "LoRA of a Llama of 8B (random weights), bf16, blocks of 2,048 tokens: the recipe and TRL.",
+    Part("lora", "LoRA of an 8B Llama (random weights), bf16, blocks of 2,048 tokens: the recipe and TRL.",
          ("benchmarks/post_training.py", "--shape", "8b", "--kinds", "lora", "--bf16", "--batch", "1",
           "--block_size", "2048", "--repeats", "1", "--out", "OUT/post_training_gpu.json"), 7,
          results("post_training_gpu")),
-    Part("chunked_loss", "Head and loss in chunks, and checkpointing of layers: time, memory, exactness.",
+    Part("chunked_loss", "Chunked head and loss, and activation checkpointing: time, memory, accuracy.",
          ("benchmarks/causal_lm_gpu.py", "--parts", "cross_entropy", "checkpointing", "--repeats", "1", "--out", OUT),
          4, results("causal_lm_gpu")),
-    Part("one_stage", "The pipeline's engine at one stage against the Trainer.",
+    Part("one_stage", "The pipeline engine with one stage, compared with the Trainer.",
          ("benchmarks/pipeline.py", "--gpu", "--out", OUT), 5, results("pipeline_gpu")),
-    Part("zero", "ZeRO-0 to 3 on one rank against the plain Trainer.",
+    Part("zero", "ZeRO-0 to 3 on one rank, compared with the plain Trainer.",
          ("benchmarks/zero_speed.py", "--gpu", "--parts", "shipped", "--models", "gptlite_study", "--rounds", "7",
           "--steps", "5", "--out", OUT), 4, results("zero_speed_gpu")),
-    Part("async_save", "What a save stalls training by, and how fast states are copied from the GPU.",
+    Part("async_save", "How long a save stalls training, and how fast states are copied from the GPU.",
          ("benchmarks/async_save.py", "--gpu", "--sizes", "12x768", "24x1024", "--out", "OUT/async_save_gpu.json"), 3,
          results("async_save_gpu")),
-    Part("kernels", "Losses and gradient norms by each attention and by Liger's kernels against eager attention.",
+    Part("kernels", "Losses and gradient norms of each attention and of Liger's kernels against eager attention.",
          ("benchmarks/kernel_losses.py", "--out", "OUT/kernel_losses_gpu.json"), 4, results("kernel_losses_gpu")),
 )  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
-    """0: what was run is done; 1: a part failed or was late; 2: there is no GPU."""
+    """The exit status. 0: all parts that ran are done; 1: a part failed or timed out; 2: there is no GPU."""
     names = [part.name for part in parts]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=25, help="no part is started that might end later")
+    parser.add_argument("--minutes", type=float, default=25, help="starts no part that might end later (default: 25)")
     parser.add_argument("--again", nargs="+", default=[], choices=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--list", action="store_true", help="print the parts and how they ended, and run none")
+    parser.add_argument("--list", action="store_true", help="print the parts and their status, and run none")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of results (default: docs/results)")
     asked = parser.parse_args(argv)
     out = asked.out.resolve()
@@ -110,20 +111,20 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> in
             print(f"{part.name:14}{status:12}{part.minutes:3.0f} min  {part.what}\n{'':14}{in_words(part)}")
         return 0
     if not gpu_names():
-        raise RequestError("nvidia-smi names no GPU, and this measures one. --list says what it would run.")
+        raise RequestError("nvidia-smi lists no GPU, but this benchmark needs one. --list shows what it would run.")
     out.mkdir(parents=True, exist_ok=True)
     write(out, {name: row for name, row in recorded(out).items() if name not in asked.again}, parts)
     return run_all(parts, out, asked.minutes)
 
 
 def run_all(parts: Sequence[Part], out: Path, minutes: float) -> int:
-    os.chdir(REPO)  # scripts are named from there
+    os.chdir(REPO)  # the scripts' paths are relative to it
     os.environ["HF_HUB_OFFLINE"] = "1"
     begun, has_failed = time.monotonic(), False
     for part in [part for part in parts if part.name not in recorded(out)]:
         left = minutes - (time.monotonic() - begun) / 60
         if part.minutes > left:
-            print(f"{part.name}: left for another start; it may take {part.minutes:.0f} of {left:.1f} minutes")
+            print(f"{part.name}: left for another start; it may take {part.minutes:.0f} minutes, {left:.1f} are left")
             continue
         print(f"{part.name}: {in_words(part)}", flush=True)
         row = measured(part, out)
@@ -134,18 +135,20 @@ def run_all(parts: Sequence[Part], out: Path, minutes: float) -> int:
 
 
 def measured(part: Part, out: Path) -> dict[str, object]:
-    """One part as a process of its own; no path of this machine is kept."""
+    """Run a part as a process; the record has no paths of this machine."""
     started, begun = time.time(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.txt"
         place = str(out.relative_to(REPO) if out.is_relative_to(REPO) else out)  # pages show it
         words = [word.replace(OUT, place) for word in part.command]
         ended = run([sys.executable, *words], log, part.minutes * 60)
-        text = log.read_bytes().decode(errors="replace")  # a carriage return stays one: what it overwrites goes
+        text = log.read_bytes().decode(
+            errors="replace"
+        )  # keeps carriage returns, so that overwritten text can be dropped
     seconds = time.monotonic() - begun
     old = [name for name in part.files if not (out / name).is_file() or (out / name).stat().st_mtime < started]
     if ended.kind == DONE and old:
-        ended = Outcome(CRASHED, f"it ended well, but did not write {', '.join(old)}")
+        ended = Outcome(CRASHED, f"it succeeded, but did not write {', '.join(old)}")
     is_done = ended.kind == DONE
     lines = [said for line in text.split("\n") if (said := plain(line, out))]
     return {
@@ -162,7 +165,7 @@ def in_words(part: Part) -> str:
 
 
 def plain(line: str, out: Path) -> str:
-    """Without colours and progress, and where in this machine's folders it is."""
+    """A line without colors, progress bars and this machine's folders."""
     line = re.sub(r"\x1b\[[\d;]*m", "", line.rsplit("\r", 1)[-1].rstrip())
     for path, name in ((str(out), OUT), (str(REPO), "."), (sys.prefix, "PYTHON")):
         line = line.replace(path, name)
@@ -175,7 +178,7 @@ def recorded(out: Path) -> dict[str, dict]:
 
 
 def write(out: Path, rows: Mapping[str, Mapping[str, object]], parts: Sequence[Part]) -> None:
-    """gpu.json, which is whole at any time, in the order of the parts, and its page."""
+    """Write gpu.json, atomically and in the order of the parts, and its page."""
     known = {"parts": {part.name: rows[part.name] for part in parts if part.name in rows}}
     for name, text in (("gpu.json", json.dumps(known, indent=1) + "\n"), ("gpu.md", page(known))):
         (out / f"{name}.new").write_text(text, encoding="utf-8")
@@ -183,10 +186,10 @@ def write(out: Path, rows: Mapping[str, Mapping[str, object]], parts: Sequence[P
 
 
 def page(record: Mapping[str, Mapping[str, dict]]) -> str:
-    """docs/results/gpu.md: how each part ended, and what those without a page of their own said."""
+    """docs/results/gpu.md: the status of each part, and the output of parts without their own page."""
     rows = record["parts"]
-    lines = ["# On one GPU", "", "Made by `python benchmarks/gpu.py`. OUT is the folder of this page.", ""]
-    lines += ["| part | what | ended | seconds | page |", "|---|---|---|---|---|"]
+    lines = ["# Measurements on one GPU", "", "Made by `python benchmarks/gpu.py`. OUT is the folder of this page.", ""]
+    lines += ["| part | measures | status | seconds | page |", "|---|---|---|---|---|"]
     for name, row in rows.items():
         pages = [f"[{Path(file).stem}]({file})" for file in row["files"] if file.endswith(".md")]
         where = ", ".join(pages) if row["status"] == DONE else ""
@@ -195,7 +198,7 @@ def page(record: Mapping[str, Mapping[str, dict]]) -> str:
         versions = ", ".join(f"{package} {number}" for package, number in row["versions"].items())
         lines += ["", f"## {name}", "", f"`{row['command']}`", ""]
         lines += [f"{row['gpu']}, driver {row['driver']}; {versions}; {row['date']}."]
-        lines += ["", f"It ended as `{row['status']}`: {row['reason']}"] if row["reason"] else []
+        lines += ["", f"Status `{row['status']}`: {row['reason']}"] if row["reason"] else []
         lines += ["", "```", *row["said"], "```"] if row["said"] else []
     return "\n".join(lines) + "\n"
 

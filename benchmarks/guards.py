@@ -1,11 +1,11 @@
-"""What the guards cost: the NaN guard in pairs of steps, with it and without, and a heartbeat by itself.
+"""The cost of the guards: the NaN guard, measured in pairs of steps with and without it, and a heartbeat alone.
 
     OMP_NUM_THREADS=1 python benchmarks/guards.py                       # GPT-lite and DistilBERT on one CPU process
     torchrun --nproc_per_node 2 benchmarks/guards.py --models gptlite   # DDP
 
-The guard is switched on and off from step to step of one training, so that what else the machine does meets both alike.
-Printed is the median of the ratios of neighbouring steps, and the middle half of 1,000 medians drawn from them anew.
---json FILE keeps these.
+The guard is switched on and off from step to step of one training run, so that other work on the machine affects both
+alike. Prints the median ratio of neighboring steps, and the middle half of 1,000 bootstrap medians. --json FILE writes
+them to a file.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from finetune.training.loss import settle_loss_scaling
 from finetune.training.trainer import FinetuneTrainer
 
 SCALES = {"gptlite": 0.1, "distilbert": 0.25, "wide": 0.05}
-LEFT_OUT = 10  # steps at the start, and then the slowest of each kind count as any other
+LEFT_OUT = 10  # pairs at the start; of the others, even the slowest count
 
 
 class Switch(TrainerCallback):
-    """Every other step without the guard; where a step begins and ends is the clock's to say."""
+    """Switches the guard off for every other step, and times the steps."""
 
     def __init__(self, trainer: FinetuneTrainer) -> None:
         self.trainer, self.suspect = trainer, trainer.suspect
@@ -56,7 +56,7 @@ class Switch(TrainerCallback):
 
 
 def measured(name: str, steps: int, batch: int) -> list[float]:
-    """The ratio of a step with the guard to its neighbour without."""
+    """Ratios of a step with the guard to its neighbor without it."""
     model = find_model(name, SCALES[name])
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
@@ -82,14 +82,14 @@ def measured(name: str, steps: int, batch: int) -> list[float]:
 
 
 def spread(ratios: list[float]) -> tuple[float, float, float]:
-    """The median, and the middle half of medians of as many drawn anew."""
+    """The median, and the middle half of bootstrap medians."""
     draw = random.Random(1)
     again = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(1000))
     return statistics.median(ratios), again[250], again[750]
 
 
 def heartbeat() -> float:
-    """Seconds of CPU of one look and one exchange, of which there is one a second."""
+    """CPU seconds of one look and one exchange, which happen once per second."""
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
     pulse = Pulse(store, 40.0, {}, str)
     pulse.others = range(0)
@@ -118,7 +118,7 @@ def main() -> None:
     if not distributed.is_initialized():
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
         kept["heartbeat_cpu_seconds"] = heartbeat()
-        print(f"heartbeat: {1e3 * kept['heartbeat_cpu_seconds']:.2f} ms of CPU a second")
+        print(f"heartbeat: {1e3 * kept['heartbeat_cpu_seconds']:.2f} ms of CPU time per second")
         if asked.json:
             asked.json.write_text(json.dumps(kept) + "\n")
 

@@ -1,9 +1,9 @@
-r"""How soon does a rank that hangs end the run, with --hang_blame True, and is it named?
+r"""How soon does a hanging rank end the run with --hang_blame True, and does a message name it?
 
     python benchmarks/hangs.py                       # three layouts, about ten minutes; mostly waiting
 
-Of two ranks one is stopped (SIGSTOP), or its next batch never comes (tests/runs/faulty.py), once the run trains. The
-seconds run from there until no process of the run is left. A row for each goes to docs/results/hangs.jsonl.
+Once the run trains, one of two ranks is stopped (SIGSTOP), or never gets its next batch (tests/runs/faulty.py). The
+seconds are measured from then until no process of the run is left. Writes a row for each to docs/results/hangs.jsonl.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def measure(name: str, fault: str, home: Path) -> dict[str, Any]:
         launch.ranks()[CULPRIT].send_signal(signal.SIGSTOP)
         began = time.time()
     else:
-        while (last := new_steps(folder, launch.began)[-1][0]) > time.time() - 3:  # no step for so long: it is stuck
+        while (last := new_steps(folder, launch.began)[-1][0]) > time.time() - 3:  # no step for 3 s: it is stuck
             time.sleep(0.05)
         began = last
     ended = launch.end(2 * LATEST_END_SECONDS)

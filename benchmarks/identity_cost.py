@@ -1,11 +1,11 @@
-"""What it costs that a checkpoint knows its run: at a start, at a resumed start, and at a save. Writes
+"""The cost of the run identity in a checkpoint: at a start, at a resumed start, and at a save. Writes
 docs/results/identity_cost.json and identity_cost.md.
 
     python benchmarks/identity_cost.py               # about six minutes on two cores
     python benchmarks/identity_cost.py --repeats 9
 
-Each recipe is run for two steps, saved, and resumed for one more, in one process. In there each function of the
-identity is called so many times in place of once, and timed: by the clock, and in CPU seconds of the process.
+Each recipe runs for two steps, saves, and resumes for one more, in one process each. In these processes, each function
+of the identity is called --repeats times instead of once. Wall-clock and CPU time are measured.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ from durability_runs import REPO, environment
 from releases import in_words, versions
 
 OUT = REPO / "docs" / "results" / "identity_cost.json"
-TIMINGS, REPEATS = "IDENTITY_TIMINGS", "IDENTITY_REPEATS"  # in the environment of a run: where they go, and how many
+TIMINGS, REPEATS = (
+    "IDENTITY_TIMINGS",
+    "IDENTITY_REPEATS",
+)  # environment variables of a run: the file for the times, and the number of calls
 EVERY = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no", "do_eval": False, "bf16": False}
 EVERY |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
-ROWS, WORDS = 200_000, 20  # of a table, and of a text in it
+ROWS, WORDS = 200_000, 20  # rows of the table, and words per row
 SMALL = "num_hidden_layers=1,hidden_size=32,num_attention_heads=2,max_position_embeddings=32"
 LM = {"config_overrides": SMALL, "sample_tokens": 0, "tokenizer": "byte"}
-TABLE = "table.csv"  # made for this
+TABLE = "table.csv"  # written for this benchmark
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "built-in texts": ("seq_cls", {}),
     "a table of {rows:,} texts": ("seq_cls", {"train_file": TABLE, "max_seq_length": 32}),
@@ -46,12 +49,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "digits": ("image_cls", {}),
 }
 PARTS = {
-    "anew": "start: hashed anew",
-    "kept": "start: hashes kept",
-    "flags": "resumed: flags compared",
-    "rows": "resumed: rows, model compared",
-    "mixed": "resumed: files of one step",
-    "save": "a save",
+    "anew": "start: compute hashes",
+    "kept": "start: cached hashes",
+    "flags": "resume: compare flags",
+    "rows": "resume: compare rows and model",
+    "mixed": "resume: check that files are of one step",
+    "save": "save",
 }
 MANY_FILES = 1024
 
@@ -60,7 +63,7 @@ MANY_FILES = 1024
 
 
 def in_a_run(script: str, words: list[str]) -> None:
-    """A recipe, whose functions of the identity are timed."""
+    """Run a recipe and time its functions of the identity."""
     from finetune.data.cache import cache_home
     from finetune.training import chapters, start
     from finetune.training.checkpoints import choice, writing
@@ -127,7 +130,7 @@ def case(name: str, home: Path, repeats: int) -> dict[str, Any]:
 
 
 def many_files(home: Path, repeats: int) -> dict[str, Any]:
-    """A save of a checkpoint that many ranks have written."""
+    """The save of a checkpoint with files of many ranks."""
     from finetune.training.checkpoints.identity import Identity, new_id
     from finetune.training.checkpoints.manifest import FileRecord
     from finetune.training.checkpoints.writing import write_identity
@@ -144,7 +147,7 @@ def many_files(home: Path, repeats: int) -> dict[str, Any]:
 
 
 def cell(times: list[list[float]] | None) -> str:
-    """Milliseconds by the clock, their spread, and of the processor."""
+    """Milliseconds of wall-clock time with their range, and of CPU time."""
     if not times:
         return "-"
     clock, cpu = ([1e3 * both[at] for both in times] for at in (0, 1))
@@ -153,12 +156,13 @@ def cell(times: list[list[float]] | None) -> str:
 
 def page(record: dict[str, Any]) -> str:
     lines = [
-        "# What it costs that a checkpoint knows its run",
+        "# The cost of the run identity in checkpoints",
         "",
         f"`python benchmarks/identity_cost.py`, {record['machine']}, {in_words(record['versions'])}.",
-        f"Milliseconds by the clock, medians of {record['repeats']} calls (smallest to largest); after a semicolon",
-        "the median of the processor's. Files were in the page cache. Hashes of rows and files are kept in the cache,",
-        "and made anew where a file has changed. A save writes `run.json` and flushes it to the disk.",
+        "A checkpoint records which run it belongs to; see [checkpoints.md](../checkpoints.md). Each cell has, in ms,",
+        f"the median wall-clock time of {record['repeats']} calls, its range, and after the semicolon the median CPU",
+        "time. Files were in the page cache. Hashes of rows and files are cached, and computed again if a file has",
+        "changed. A save writes `run.json` and flushes it to the disk.",
         "",
         f"| data | recipe | {' | '.join(PARTS.values())} |",
         f"|---|---|{'---|' * len(PARTS)}",
@@ -169,14 +173,15 @@ def page(record: dict[str, Any]) -> str:
         cells = " | ".join(cell(row.get(part)) for part in PARTS)
         lines.append(f"| {words}{size} | {row['recipe'] or 'none'} | {cells} |")
     files = sorted({row["files"] for row in record["cases"].values() if row["recipe"]})
-    lines += ["", f"A checkpoint had {' or '.join(map(str, files))} files to name, in the last row {MANY_FILES:,}."]
-    load = ", ".join(f"{value:.1f}" for value in record["load"])
-    lines += ["", f"The machine's load was {load} at the start and the end."]
+    listed = " or ".join([", ".join(map(str, files[:-1])), str(files[-1])][len(files) < 2 :])
+    lines += ["", f"A checkpoint listed {listed} files, in the last row {MANY_FILES:,}."]
+    first, last = (f"{value:.1f}" for value in record["load"])
+    lines += ["", f"The load average was {first} at the start and {last} at the end."]
     lines += [
         "",
-        "What it does not show: several ranks, of which only rank 0 does this while the others wait; files that",
+        "What this does not show: several ranks, where only rank 0 does this while the others wait; files that must be",
     ]
-    lines += ["have to be read from a disk; a disk that many hosts share.", ""]
+    lines += ["read from a disk; a disk that many hosts share.", ""]
     return "\n".join(lines)
 
 

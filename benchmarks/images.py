@@ -1,6 +1,6 @@
-"""recipes/image_cls.py: the loss of the same steps in every layout, into docs/results/images.json.
+"""recipes/image_cls.py: losses of the same steps in every layout. Writes docs/results/images.json.
 
-python benchmarks/images.py        # some five minutes on two cores; pages.py makes the page
+python benchmarks/images.py        # about five minutes on two cores; pages.py makes the page
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ SAME = {
     "bf16": False,
     "eval_strategy": "no",
     "save_strategy": "no",
-    # Adam divides a gradient by its own size: where it is all but zero, rounding decides the step's sign, and in ten
-    # steps the last digit has become the second. SGD shows what the layouts do, and not what rounding does.
+    # Adam divides a gradient by its own magnitude. Where that is nearly zero, rounding decides the sign of the step,
+    # and within ten steps differences grow from the last digit to the second. SGD shows the layouts' effect, not
+    # rounding's.
     "optim": "sgd",
     "learning_rate": 0.01,
     "warmup_steps": 0,
@@ -55,7 +56,7 @@ MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 def measure(home: Path) -> dict[str, dict[str, list[float]]]:
-    """The logged losses of each model in each layout; the tests' ranks have imported the stack already."""
+    """The logged losses of each model in each layout, by the tests' ranks, which have already imported the stack."""
     sys.path.insert(0, str(REPO / "tests"))
     from warm_ranks import WarmRanks
 
@@ -89,16 +90,17 @@ def start_of(launcher: str, ranks: int) -> list[str]:
 
 
 def page(found: dict[str, Any]) -> str:
-    lines = ["# recipes/image_cls.py: the loss of the same steps", ""]
+    lines = ["# recipes/image_cls.py: losses of the same steps across layouts", ""]
     made = f"{found['date']}, {found['machine']}; {in_words(found['versions'])}"
     lines += [f"`python benchmarks/images.py`, {made}; fp32, one run each."]
     lines += [
-        "docs/images.md says what follows from it; how far the defaults come is in [defaults.md](defaults.md).",
+        "See [images.md](../images.md) for the consequences, and [defaults.md](defaults.md) for the accuracy with",
+        "default settings.",
         "",
     ]
-    lines += [f"Global batch of {GLOBAL_BATCH}, SGD, learning rate {SAME['learning_rate']:g}, scikit-learn's digits."]
-    lines += ["Furthest: the largest relative difference from the loss of one process in any step.", ""]
-    lines.append("| model | layout | " + " | ".join(f"step {step}" for step in STEPS) + " | furthest from 1 process |")
+    lines += [f"Global batch {GLOBAL_BATCH}, SGD, learning rate {SAME['learning_rate']:g}, scikit-learn's digits. The"]
+    lines += ["last column has the largest relative difference from the loss of one process at any step.", ""]
+    lines.append("| model | layout | " + " | ".join(f"step {step}" for step in STEPS) + " | largest difference |")
     lines.append("|---|---|" + "---|" * (len(STEPS) + 1))
     for model, layouts in found["losses"].items():
         first = next(iter(layouts.values()))
@@ -106,7 +108,7 @@ def page(found: dict[str, Any]) -> str:
             apart = max(abs(b / a - 1) for a, b in zip(first, losses, strict=True))
             shown = " | ".join(f"{losses[step - 1]:.4f}" for step in STEPS)
             far = "" if losses is first else f"{apart:.2%}" if apart > 1e-4 else f"{apart:.0e}"
-            lines.append(f"| {model} | {layout} | {shown} | {far} |")
+            lines.append(f"| {model.replace('a rank', 'per rank')} | {layout} | {shown} | {far} |")
     return "\n".join(lines) + "\n"
 
 

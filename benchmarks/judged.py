@@ -1,6 +1,6 @@
-"""How good a model is that a peer of benchmarks/tasks.py has trained, whichever it was, by held-out rows.
+"""Evaluates a model that any peer of benchmarks/tasks.py has trained, on held-out rows.
 
-python benchmarks/judged.py preference FOLDER validation.jsonl START        # the model that it began with
+python benchmarks/judged.py preference FOLDER validation.jsonl START        # START: the model before training
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-TOKENS, TARGET_TOKENS = 64, 32  # of texts to embed and of sources, as they are trained; and of targets
+TOKENS, TARGET_TOKENS = 64, 32  # limits as in training: of texts to embed and of sources, and of targets
 
 
 def embedding(folder: str, rows: Sequence[dict[str, str]]) -> float:
@@ -32,7 +32,7 @@ def embedding(folder: str, rows: Sequence[dict[str, str]]) -> float:
 
 
 def seq2seq(folder: str, rows: Sequence[dict[str, str]]) -> float:
-    """Mean loss of a token of the targets."""
+    """Mean loss per target token."""
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
@@ -47,14 +47,14 @@ def seq2seq(folder: str, rows: Sequence[dict[str, str]]) -> float:
 
 
 def preference(folder: str, rows: Sequence[dict[str, str]], start: str) -> float:
-    """Share of pairs whose chosen answer has gained more on the model's start than the rejected one."""
+    """Share of pairs whose chosen answer gained more log probability in training than the rejected one."""
     gained = [_log_probabilities(one, rows) for one in (folder, start)]
     margins = (gained[0] - gained[1]) @ torch.tensor([1.0, -1.0])
     return float((margins > 0).float().mean())
 
 
 def _log_probabilities(folder: str, rows: Sequence[dict[str, str]]) -> torch.Tensor:
-    """Of both answers (rows, 2)."""
+    """Log probabilities of both answers, of shape (rows, 2)."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)

@@ -1,11 +1,11 @@
-"""Does recipes/causal_lm.py learn the same by each attention, and by Liger's kernels? A Llama of 4 layers and 256
-dimensions, the same chats and batches, in fp32, each in a process of its own: losses and gradient norms of its steps
-against those of eager attention.
+"""Does recipes/causal_lm.py compute the same with each attention implementation and with Liger's kernels? Trains a
+Llama with 4 layers and 256 dimensions in fp32 on the same chats and batches, each variant in its own process, and
+compares losses and gradient norms with those of eager attention.
 
     python benchmarks/kernel_losses.py                                # a GPU: docs/results/kernel_losses_gpu.json, .md
-    python benchmarks/kernel_losses.py --only sdpa --out here.json    # this one alone, also without a GPU
+    python benchmarks/kernel_losses.py --only sdpa --out here.json    # this one only; also works without a GPU
 
-What a machine cannot run, the recipe refuses, and the page says with which words. TF32 is off.
+The recipe refuses what a machine cannot run; the page then has its error message. TF32 is off.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def train(peers: Peers, scratch: Path, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Loss, gradient norm and seconds of each step; or why there are none."""
+    """Loss, gradient norm and seconds of each step; or the refusal."""
     folder = peers.folder()
     given = {"model_name_or_path": scratch / "model", "train_file": scratch / "chats.jsonl", "output_dir": folder}
     given |= {"max_steps": STEPS, "per_device_train_batch_size": BATCH, "block_size": BLOCK, "bf16": False, **flags}
@@ -55,18 +55,23 @@ def train(peers: Peers, scratch: Path, flags: Mapping[str, Any]) -> dict[str, An
 
 
 def apart(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> float:
-    """The largest relative difference of a step."""
+    """The largest relative difference at any step."""
     return max(abs(a - b) / abs(b) for a, b in zip(one[key], other[key], strict=True))
 
 
 def page(found: Mapping[str, Any]) -> str:
     """docs/results/kernel_losses_gpu.md"""
     base = found["runs"][BASE]
-    lines = ["# Attentions and Liger's kernels: the same losses?", "", "Made by `python benchmarks/kernel_losses.py`."]
+    lines = [
+        "# Attention implementations and Liger's kernels: losses compared",
+        "",
+        "Made by `python benchmarks/kernel_losses.py`.",
+    ]
     lines += [f"{NAMES['small']}, fp32, {STEPS} steps of {BATCH} x {BLOCK} tokens;", f"{found['setting']}."]
-    lines += ["Differences are the largest of all steps, relative to eager attention's; the median step is that of",
-              f"the steps after the first {WARMUP_STEPS}, of one run.", "",
-              "| run | loss, apart by | gradient norm, apart by | median step, ms |", "|---|---|---|---|"]  # fmt: skip
+    lines += ["Differences are relative to eager attention, the largest of all steps. The median step time is over the",
+              f"steps after the first {WARMUP_STEPS}, of one run.", "",
+              "| run | difference in loss | difference in gradient norm | median step, ms |",
+              "|---|---|---|---|"]  # fmt: skip
     for name, run in found["runs"].items():
         if "refused" in run:
             lines.append(f"| {name} | {run['refused']} | - | - |")
@@ -79,7 +84,7 @@ def page(found: Mapping[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=list(RUNS), choices=list(RUNS), help=f"beside {BASE}")
+    parser.add_argument("--only", nargs="*", default=list(RUNS), choices=list(RUNS), help=f"in addition to {BASE}")
     parser.add_argument("--out", type=Path, default=OUT, help="file")
     options = parser.parse_args()
     import torch

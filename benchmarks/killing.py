@@ -1,4 +1,4 @@
-"""Launches that are killed at a moment drawn at random, and what of them there was to kill."""
+"""Launches that are killed at a random moment, and what the kill hit."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pathlib import Path
 import psutil
 from durability_runs import REPO, environment
 
-MARK = "DURABILITY_LAUNCH"  # in the environment of all that comes of a launch
+MARK = "DURABILITY_LAUNCH"  # an environment variable of all processes of a launch
 LOOK_SECONDS = 0.002
-START_SECONDS = 9.0  # of which a kill in start-up draws its moment
-TRAINING_SECONDS = 0.9  # after the first step, likewise
-SAVE_SECONDS = 0.25  # after a save has begun: about what it takes here, so that some kills come just after
-LAUNCHER_SECONDS = 0.4  # that ranks may outlive their launcher
-LATEST_END_SECONDS = 60.0  # of the ranks that are left, once one is killed
+START_SECONDS = 9.0  # a kill in start-up comes within this time
+TRAINING_SECONDS = 0.9  # a kill in training comes within this time after the first step
+SAVE_SECONDS = 0.25  # a kill in a save comes within this time: about as long as a save takes, so some come just after
+LAUNCHER_SECONDS = 0.4  # ranks outlive their launcher by at most this time
+LATEST_END_SECONDS = 60.0  # how long the remaining ranks may take to end once one is killed
 LONGEST_SECONDS = 300.0
 MOMENTS_OF_SAVES = ("save", "save", "save", "rename", "rotation", "final")
 OTHER_MOMENTS = ("start", "training", "training", "training")
@@ -30,7 +30,7 @@ VICTIMS = ("one rank", "all ranks", "launcher")
 
 @dataclass(frozen=True)
 class Kill:
-    """`when` and `which`, from 0 to 1, say which moment of those that fit, and which rank."""
+    """`when` and `which`, from 0 to 1, choose the moment within its time span, and the rank."""
 
     moment: str
     victim: str
@@ -39,14 +39,14 @@ class Kill:
 
 
 class Launch:
-    """A launch that goes on; `folder` is its run folder, beside which its output lies."""
+    """A running launch; `folder` is its run folder, and its output is in a log beside it."""
 
     def __init__(self, command: Sequence[str], folder: Path, cache: Path, ranks: int) -> None:
         self.folder, self.wanted = folder, ranks
         self.mark, self.began = uuid.uuid4().hex, time.time()
         self.log = folder.with_name(folder.name + ".log")
         self.was_struck = False
-        self.seen: list[str] = []  # in the run folder when the kill came
+        self.seen: list[str] = []  # names in the run folder at the kill
         self._ranks: list[psutil.Process] = []
         with self.log.open("w") as out:
             env = {**environment(cache), MARK: self.mark}
@@ -57,7 +57,7 @@ class Launch:
         return self.log.read_text(errors="replace")
 
     def went_on_from(self) -> int | None:
-        """The step, in its own words."""
+        """The step from which it resumed, according to its own message."""
         for line in self.output.splitlines():
             if line.startswith("going on from "):
                 return int(line.rsplit(" ", 1)[1])
@@ -67,7 +67,7 @@ class Launch:
         return self.process.poll() is not None
 
     def ranks(self) -> list[psutil.Process]:
-        """The processes that train, by rank; fewer while the launcher starts them."""
+        """The training processes, by rank; fewer while the launcher is starting them."""
         if len(self._ranks) < self.wanted:
             found: dict[int, psutil.Process] = {}
             with suppress(psutil.Error):
@@ -81,7 +81,7 @@ class Launch:
         return self._ranks
 
     def strike(self, kill: Kill) -> float:
-        """Kill by SIGKILL, and say when."""
+        """Kill by SIGKILL, and return the time."""
         ranks = self.ranks()
         self.was_struck, struck_at = True, time.time()
         self.seen = sorted(os.listdir(self.folder)) if self.folder.is_dir() else []
@@ -97,7 +97,8 @@ class Launch:
         return struck_at
 
     def end(self, latest: float = LATEST_END_SECONDS) -> float | None:
-        """Seconds until all was over by itself; None where some of it had to be killed, for it went on too long."""
+        """Seconds until all processes had ended by themselves; None if some had to be killed because they took too
+        long."""
         began, late = time.time(), False
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(latest)
@@ -110,7 +111,7 @@ class Launch:
         return None if late else round(time.time() - began, 2)
 
     def wait(self) -> int | None:
-        """The exit status of a launch that is left alone; None where it did not end."""
+        """The exit status of a launch that is not killed; None if it did not end."""
         try:
             return self.process.wait(LONGEST_SECONDS)
         except subprocess.TimeoutExpired:
@@ -118,7 +119,7 @@ class Launch:
             return None
 
     def alive(self) -> list[psutil.Process]:
-        """All that came of this launch and is still there."""
+        """All processes of this launch that still run."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -128,8 +129,8 @@ class Launch:
 
 
 def aimed(launch: Launch, kill: Kill, has_begun: dict[str, Callable[[], bool]]) -> float | None:
-    """Wait for the kill's moment, and strike. `has_begun` says of a moment whether it is there; "start" needs none.
-    None where the launch ended first."""
+    """Wait for the kill's moment, and strike. `has_begun` tells whether a moment has begun; "start" needs none. None if
+    the launch ended first."""
     begun = has_begun.get(kill.moment, lambda: True)
     spans = {"start": START_SECONDS, "training": TRAINING_SECONDS, "save": SAVE_SECONDS, "final": SAVE_SECONDS}
     end = time.time() + LONGEST_SECONDS
@@ -143,7 +144,7 @@ def aimed(launch: Launch, kill: Kill, has_begun: dict[str, Callable[[], bool]]) 
 
 
 def moments(launch: Launch, saves_to_pass: int) -> dict[str, Callable[[], bool]]:
-    """What to look for, in the run folder of one of our recipes."""
+    """Tests for the moments, by the run folder of one of our recipes."""
     folder, passed = launch.folder, set[str]()
 
     def names() -> list[str]:
@@ -169,7 +170,7 @@ def moments(launch: Launch, saves_to_pass: int) -> dict[str, Callable[[], bool]]
 
 
 def new_steps(folder: Path, since: float) -> list[tuple[float, int]]:
-    """When each training step was logged, of those after `since`; a line that a kill has torn is passed over."""
+    """When each training step after `since` was logged; lines that a kill has cut off are skipped."""
     path, found = folder / "metrics.jsonl", []
     for line in path.read_text().splitlines() if path.is_file() else ():
         with suppress(json.JSONDecodeError):
@@ -180,7 +181,7 @@ def new_steps(folder: Path, since: float) -> list[tuple[float, int]]:
 
 
 def what_it_hit(launch: Launch, last_step: int) -> str:
-    """By what lies in the run folder once all is over."""
+    """What a kill hit, judging by the files in the run folder after all processes have ended."""
     folder = launch.folder
     if any((folder / name).is_dir() for name in ("unfinished-final", "final")):
         return "the final model"

@@ -1,13 +1,13 @@
-"""How far a step is from what the machine can do: the model's own matrix products, timed alone, beside its step.
+"""How close a training step is to the machine's limit: the model's own matrix products, timed alone, and its step.
 
     python benchmarks/limit.py                            # MiniLM and GPT-lite `char`, one process on all cores
-    python benchmarks/limit.py --threads 1 --jobs char    # one alone; the others' figures are kept
+    python benchmarks/limit.py --threads 1 --jobs char    # one job only; keeps the others' figures
 
-A job trains by the recipes' trainer with its guards, in the recipes' precision. By turns it is timed, traced by torch's
-profiler, and the products of one traced step (their shapes, forward and backward) are run alone, in the same
-precision and threads. Times are CPU seconds of the process by its threads, which other programs touch little. MFU is
-the products' time by the step's: 1 is a step that does nothing else, at the rate of its own shapes. Writes
-docs/results/limit.md, .json and .png.
+A job trains with the recipes' trainer and its guards, in the recipes' precision. In each round, some steps are timed,
+some are traced by torch's profiler, and the matrix products of the traced steps (their shapes, forward and backward)
+are run alone, with the same precision and threads. Times are CPU seconds of the process over all its threads, which
+other programs affect little. MFU is the time of the products divided by that of the step: 1 is a step that does nothing
+else, at the rate of its own shapes. Writes docs/results/limit.md, .json and .png.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from finetune.run.flags.guards import GuardArguments
 from finetune.training.runtime import choose_precision
 from finetune.training.trainer import FinetuneTrainer
 
-ROUNDS, WARM, TRACED = 7, 3, 2  # steps of a round, of which there is one more at the start, thrown away
+ROUNDS, WARM, TRACED = 7, 3, 2  # rounds, after one that is discarded; warm-up and traced steps per round
 LENGTH, ROWS = 128, 2048
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 
@@ -73,7 +73,7 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {"minilm": minilm, "char": char}
 
 
 class Turns(TrainerCallback):
-    """Around the steps: CPU seconds of those that are timed, events of those that are traced, and then the products."""
+    """Per round: CPU seconds of the timed steps, events of the traced steps, then the products alone."""
 
     def __init__(self, precision: torch.dtype) -> None:
         self.precision, self.at, self.rounds = precision, 0, list[dict[str, Any]]()
@@ -86,7 +86,7 @@ class Turns(TrainerCallback):
         now = time.process_time()
         if WARM <= self.at < WARM + TIMED:
             self.timed.append(now - self.mark)
-        elif self.at > WARM + TIMED:  # the first that is traced warms the profiler up
+        elif self.at > WARM + TIMED:  # the first traced step warms up the profiler
             self.traced.append(now - self.mark)
         self.at += 1
         if self.at == WARM + TIMED:
@@ -116,7 +116,7 @@ class Turns(TrainerCallback):
 
 
 def kinds_of(events: Sequence[Any]) -> dict[str, float]:
-    """Seconds of all operators by kind, each without those that it calls."""
+    """Self time of all operators in seconds, by kind."""
     found: dict[str, float] = defaultdict(float)
     for event in events:
         if event.name.startswith("ProfilerStep"):
@@ -146,7 +146,7 @@ def kind_of(event: Any) -> str:
 
 
 def shapes_of(events: Sequence[Any]) -> Counter[tuple[Any, ...]]:
-    """How often each product is called, by its two factors: (batches, rows, inner, columns)."""
+    """How often each product is called, by its shape: (batches, rows, inner, columns)."""
     found: Counter[tuple[Any, ...]] = Counter()
     for event in events:
         if event.name in PRODUCTS and (event.cpu_parent is None or event.cpu_parent.name not in PRODUCTS):
@@ -163,7 +163,7 @@ def flops_of(shape: tuple[int, ...]) -> int:
 
 
 def seconds_of(shape: tuple[int, ...], precision: torch.dtype, times: int = 5) -> float:
-    """CPU seconds of one product, the median of `times` after one that is not counted."""
+    """CPU seconds of one product: the median of `times` runs after a warm-up run."""
     batches, rows, inner, columns = shape
     lead = (batches,) if batches > 1 else ()
     first, second = torch.randn(*lead, rows, inner).to(precision), torch.randn(*lead, inner, columns).to(precision)
@@ -199,7 +199,7 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
 
 
 def by_attention(job: dict[str, Any], precision: torch.dtype) -> dict[str, list[float]]:
-    """CPU seconds of a forward and a backward pass of the first batch by each attention, in turn."""
+    """CPU seconds of a forward and backward pass of the first batch with each attention, interleaved."""
     model, rows = job["model"].train(), [dict(row) for row in job["data"][: job["batch"]]]
     batch = (job["collator"] or default_data_collator)(rows)
     found: dict[str, list[float]] = {"sdpa": [], "eager": []}

@@ -1,4 +1,4 @@
-"""The page and the picture of benchmarks/limit.py."""
+"""The page and the plot of benchmarks/limit.py."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from finetune.report.shapes import WIDE
 from finetune.report.svg import write_png
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "results"
-TIMED = 5  # steps of a round
-PAIRS = 9  # of a pass by each attention
+TIMED = 5  # timed steps per round
+PAIRS = 9  # rounds that time a pass with each attention
 KINDS = ("products", "attention", "casts and copies", "norms and elementwise", "optimizer", "clipping and norm",
          "loader", "Python and dispatch")  # fmt: skip
-NOTE = """Not shown: a GPU, several ranks, other batch sizes. What a product costs alone is with its operands warm in
-the cache as far as they fit. "Python and dispatch" is what of a traced step no operator of torch accounts for, the
-guards and the Trainer's loop among it; the profiler itself makes it longer, as the last column of the first table
-says."""
+NOTE = """*Python and dispatch* is the part of a traced step that no torch operator accounts for, such as the guards and
+the Trainer's loop. The profiler itself makes it longer, as the last column of the first table shows. Products that run
+alone have their operands in the cache, as far as they fit.
+
+What this does not show: a GPU, several ranks, other batch sizes."""
 
 
 def parts_of(rounds: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Median share of a traced step by kind; what no operator accounts for is the last."""
+    """Median shares of a traced step by kind; the last is the time that no operator accounts for."""
     found = {kind: statistics.median(one["kinds"][kind] / one["traced_wall"] for one in rounds) for kind in KINDS[:-1]}
     return {**found, KINDS[-1]: max(0.0, 1 - sum(found.values()))}
 
@@ -33,12 +34,14 @@ def parts_of(rounds: Sequence[dict[str, Any]]) -> dict[str, float]:
 def page(record: dict[str, Any]) -> str:
     rounds = min(len(job["rounds"]) for job in record["jobs"].values())
     lines = [
-        "# How far a step is from what the machine can do",
+        "# How close a training step is to the machine's limit",
         "",
-        f"{record['machine']}. Made by `python benchmarks/limit.py`. Medians of {rounds} rounds of {TIMED} steps "
-        "(smallest to largest). CPU seconds of the process.",
+        f"{record['machine']}. Made by `python benchmarks/limit.py`. Medians of {rounds} rounds of {TIMED} steps, with "
+        "the range in parentheses. Times are CPU time of the process. Products alone are the step's matrix products, "
+        "run without anything else. MFU is their time divided by that of the step.",
         "",
-        "| job | precision | threads | load | step, ms | products alone, ms | their GFLOP/s | MFU | traced / not |",
+        "| job | precision | threads | load average | step, ms | products alone, ms | GFLOP/s of products | MFU "
+        "| traced / untraced step |",
         "|---|---|---:|---:|---|---|---|---|---|",
     ]
     for name, job in record["jobs"].items():
@@ -52,19 +55,23 @@ def page(record: dict[str, Any]) -> str:
         ]
         lines.append(f"| {name} | {job['precision']} | {job['threads']} | {job['load']:.1f} | {' | '.join(cells)} |")
     lines += ["", *(f"- {name}: {job['what']}" for name, job in record["jobs"].items())]
-    lines += ["", "A traced step by kind: its operators' own time by the clock, as shares of the step's:", ""]
+    lines += ["", "Wall-clock time of a traced step by kind of operator, as shares of the step:", ""]
     lines += ["| job | " + " | ".join(KINDS) + " |", "|---|" + "---:|" * len(KINDS)]
     for name, job in record["jobs"].items():
         parts = parts_of(job["rounds"])
         lines.append(f"| {name} | " + " | ".join(f"{parts[kind]:.1%}" for kind in KINDS) + " |")
-    lines += ["", f"A forward and a backward pass by each attention, {PAIRS} turns, ms:", ""]
-    lines += ["| job | sdpa | eager | sdpa / eager, by turns |", "|---|---|---|---|"]
+    lines += [
+        "",
+        f"One forward and backward pass with each attention implementation, {PAIRS} interleaved rounds, in ms:",
+        "",
+    ]
+    lines += ["| job | sdpa | eager | sdpa / eager |", "|---|---|---|---|"]
     for name, job in record["jobs"].items():
         sdpa, eager = job["attention"]["sdpa"], job["attention"]["eager"]
         ratios = [one / other for one, other in zip(sdpa, eager, strict=True)]
         shown = (spread([1e3 * one for one in sdpa], 1), spread([1e3 * one for one in eager], 1), spread(ratios, 2))
         lines.append(f"| {name} | {' | '.join(shown)} |")
-    return "\n".join([*lines, "", "![A step by kind](limit.png)", "", NOTE, ""])
+    return "\n".join([*lines, "", "![Time of a step by kind of operator](limit.png)", "", NOTE, ""])
 
 
 def picture(record: dict[str, Any]) -> None:
@@ -73,4 +80,4 @@ def picture(record: dict[str, Any]) -> None:
         (name, {kind: share * steps[name] for kind, share in parts_of(job["rounds"]).items()})
         for name, job in record["jobs"].items()
     ]
-    write_png(OUT / "limit.png", [part_bars(rows, WIDE, "A step by kind")])
+    write_png(OUT / "limit.png", [part_bars(rows, WIDE, "Time of a step by kind of operator")])

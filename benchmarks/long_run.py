@@ -1,13 +1,13 @@
-r"""Does a long run grow? 10,000 steps of a tiny model, watched: memory, open files, threads, and the run folder.
+r"""Does a long run leak? Watches 10,000 steps of a tiny model: memory, open files, threads, and the run folder.
 
     python benchmarks/long_run.py                                # the Trainer, ZeRO-2 on two ranks, the pipeline
     python benchmarks/long_run.py --runs trainer --steps 2000
 
-Each rank's resident memory, open files and threads are sampled as the run goes on, with the step then logged. The
-first fifth is warm-up and is left out. The slope in bytes a step is that of a straight line through the means of 20
-spans, with its 95% interval (Student's t): a leak that matters would be a tensor or a row kept at each step. It has
-grown where the whole interval lies above GROWTH, or where the folder has grown by more than the rows of metrics.jsonl;
-then the benchmark ends with status 1. A row for each run goes to docs/results/long_run.jsonl.
+Each rank's resident memory, open files and threads are sampled during the run, with the latest logged step. The first
+fifth is warm-up and is excluded. The slope in bytes per step is that of a straight line through the means of 20 spans,
+with its 95% confidence interval (Student's t). A leak that matters would keep a tensor or a row at each step. A figure
+counts as growing if its whole interval lies above GROWTH; the folder, if it grew by more than the rows of
+metrics.jsonl. In that case the benchmark ends with status 1. Writes a row for each run to docs/results/long_run.jsonl.
 """
 
 from __future__ import annotations
@@ -31,9 +31,13 @@ OUT = REPO / "docs" / "results" / "long_run.jsonl"
 SPANS = 20
 WARM_UP = 0.2
 SAMPLE_SECONDS = 0.5
-GROWTH = {"rss_bytes": 512.0, "open_files": 1e-4, "threads": 1e-4}  # a step; of files and threads one in 10,000 steps
-FOLDER_BYTES_PER_ROW, FOLDER_SLACK = 600, 0.05  # of metrics.jsonl; of what else the run folder held at its fullest
-STATE_BYTES = 2**20  # of trainer_state.json, whatever the number of steps
+GROWTH = {
+    "rss_bytes": 512.0,
+    "open_files": 1e-4,
+    "threads": 1e-4,
+}  # per step; for files and threads, one in 10,000 steps
+FOLDER_BYTES_PER_ROW, FOLDER_SLACK = 600, 0.05  # for metrics.jsonl; and a share of the folder's largest size
+STATE_BYTES = 2**20  # limit of trainer_state.json, for any number of steps
 SETTINGS = {"save_strategy": "steps", "save_total_limit": 2, "logging_steps": 1, "eval_strategy": "steps"}
 FEW = {**CLASSIFIER, "early_stopping_patience": None, "metric_for_best_model": None}
 RUNS = {
@@ -44,7 +48,7 @@ RUNS = {
 
 
 def watch(name: str, steps: int, home: Path) -> dict[str, Any]:
-    """Run it to the end, and what its ranks and its folder were like on the way."""
+    """Run to the end, and record its ranks and its folder on the way."""
     run, folder = RUNS[name], home / name
     every = {**SETTINGS, "max_steps": steps, "save_steps": steps // 20, "eval_steps": steps // 10}
     launch = Launch(run.command(folder, **every), folder, home / "cache", run.ranks)
@@ -53,7 +57,7 @@ def watch(name: str, steps: int, home: Path) -> dict[str, Any]:
     while not launch.has_ended():
         time.sleep(SAMPLE_SECONDS)
         step = last_step(folder)
-        if not step or step >= steps:  # not yet, or evaluating and writing the report
+        if not step or step >= steps:  # not training yet, or evaluating and writing the report
             continue
         for rank, process in enumerate(launch.ranks()):
             with suppress(psutil.Error):
@@ -69,12 +73,12 @@ def watch(name: str, steps: int, home: Path) -> dict[str, Any]:
 
 
 def growth(row: dict[str, Any]) -> list[str]:
-    """What has grown; nothing, if all is well."""
+    """What grew; empty if nothing did."""
     found = []
     for rank, figures in enumerate(row["per_rank"]):
         for name, most in GROWTH.items():
             if figures[name]["interval"][0] > most:
-                found.append(f"rank {rank}: {name} by {figures[name]['slope_per_step']:.4g} a step")
+                found.append(f"rank {rank}: {name} by {figures[name]['slope_per_step']:.4g} per step")
     held = row["folder"]
     rows = held["metrics_rows"] * FOLDER_BYTES_PER_ROW
     if held["most_bytes_second_half"] > held["most_bytes_first_half"] * (1 + FOLDER_SLACK) + rows:
@@ -93,7 +97,7 @@ def look(process: psutil.Process) -> dict[str, float]:
 
 
 def last_step(folder: Path) -> int:
-    """From the last whole line of metrics.jsonl."""
+    """The step in the last complete line of metrics.jsonl."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
         return 0
@@ -115,7 +119,7 @@ def size_of(folder: Path) -> int:
 
 
 def slopes(samples: list[dict[str, float]]) -> dict[str, Any]:
-    """Of one rank, for each figure: the slope a step with its 95% interval, and the first and last means."""
+    """For each figure of one rank: the slope per step with its 95% interval, and the first and last means."""
     import numpy as np
     from scipy import stats
 
@@ -126,7 +130,7 @@ def slopes(samples: list[dict[str, float]]) -> dict[str, Any]:
         parts = [part for part in np.array_split([(s["step"], s[figure]) for s in kept], SPANS) if len(part)]
         means = np.array([part.mean(axis=0) for part in parts])
         line = stats.linregress(means[:, 0], means[:, 1])
-        wide = float(np.nan_to_num(line.stderr) * stats.t.ppf(0.975, len(means) - 2))  # of a constant it is no number
+        wide = float(np.nan_to_num(line.stderr) * stats.t.ppf(0.975, len(means) - 2))  # NaN for a constant
         found[figure] = {
             "slope_per_step": float(line.slope),
             "interval": [float(line.slope) - wide, float(line.slope) + wide],
@@ -137,7 +141,7 @@ def slopes(samples: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def sizes_of(folder: Path, sizes: list[tuple[int, int]], launch: Launch) -> dict[str, Any]:
-    """Bytes of the run folder on the way and of what could grow, at the end."""
+    """Bytes of the run folder during the run, and of files that could grow, at its end."""
     last = sizes[-1][0]
     half, later = ([size for step, size in sizes if low < step / last <= high] for low, high in ((0.2, 0.6), (0.6, 1)))
     checkpoints = sorted(folder.glob("checkpoint-*"))
@@ -158,7 +162,7 @@ def main() -> int:
     parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--anew", action="store_true")
+    parser.add_argument("--anew", action="store_true", help="discard the earlier rows")
     options = parser.parse_args()
     if options.anew:
         options.out.unlink(missing_ok=True)
@@ -175,7 +179,7 @@ def main() -> int:
                 low, high = slope["interval"]
                 files, threads = found["open_files"], found["threads"]
                 print(
-                    f"{name} rank {rank}: {slope['slope_per_step']:.0f} bytes a step ({low:.0f} to {high:.0f}), "
+                    f"{name} rank {rank}: {slope['slope_per_step']:.0f} bytes per step ({low:.0f} to {high:.0f}), "
                     f"{files['first']:.0f} to {files['last']:.0f} files, "
                     f"{threads['first']:.0f} to {threads['last']:.0f} threads",
                     flush=True,

@@ -1,6 +1,6 @@
-"""Writes constraints.txt: the releases of everything that `finetune[dev]` brings in, as they are installed here.
+"""Writes constraints.txt: the installed release of every package that `finetune[dev]` requires.
 
-python benchmarks/make_constraints.py        # in the environment in which the gate has passed
+python benchmarks/make_constraints.py        # in the environment in which the gate passed
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MARKER = 'python_version >= "3.11"'
 
 
 def installed(name: str = "finetune", extra: str = "dev") -> dict[str, str]:
-    """By name, the release of each requirement, and of theirs. One that is not installed is left out."""
+    """The installed release of each requirement, recursively, by name; packages that are not installed are left out."""
     found: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()
     waiting = [(name, extra)]
@@ -43,7 +43,7 @@ def installed(name: str = "finetune", extra: str = "dev") -> dict[str, str]:
 
 
 def read() -> dict[str, str]:
-    """What the file says, by name."""
+    """The releases in the file, by name."""
     lines = (line.partition(";")[0].strip() for line in FILE.read_text().splitlines() if not line.startswith("#"))
     pairs = (line.partition("==") for line in lines if line)
     return {name: version for name, _, version in pairs}

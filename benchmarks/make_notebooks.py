@@ -1,4 +1,4 @@
-"""The notebooks of docs/notebooks/: written from what stands here, and executed.
+"""Writes the notebooks of docs/notebooks/ from the cells below, and executes them.
 
 python benchmarks/make_notebooks.py          # both, into docs/notebooks/
 """
@@ -13,10 +13,10 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "notebooks"
 CELL_SECONDS = 600
 CLASSIFY = [
-    """# Classify your own csv
+    """# Classify your own CSV file
 
-A csv with a column of texts and a column of labels is all it takes. Here two packages of Python's standard library
-stand in for your classes, so that this runs anywhere, offline and without a GPU.""",
+All you need is a CSV file with a column of texts and a column of labels. Here, two packages of Python's standard
+library stand in for your classes, so that this runs anywhere, offline and without a GPU.""",
     """import csv
 
 from finetune.data.builtin import docstring_rows
@@ -29,8 +29,8 @@ with open("texts.csv", "w", newline="") as file:
 len(pairs)""",
     """## Train
 
-The flags are those of `recipes/seq_cls.py`. With `model_name_or_path` you would start from a pretrained model; without,
-a small DistilBERT starts from scratch.""",
+The flags are those of `recipes/seq_cls.py`. Give `model_name_or_path` to start from a pretrained model. Without it, a
+small DistilBERT is trained from scratch.""",
     """from finetune import train
 
 run = train(
@@ -42,18 +42,18 @@ run = train(
     output_dir="runs/texts",
     overwrite_output_dir=True,
 )""",
-    """## Look at it
+    """## Look at the run
 
-The run is its folder: the model, the metrics, the model card.""",
+Everything about a run is in its folder: the model, the metrics, the model card.""",
     "run",
     "run.plot()",
     'round(run.metrics["eval_accuracy"], 2)',
-    "## Use it",
+    "## Use the model",
     """tokens = run.tokenizer("Schedule a callback on the event loop.", return_tensors="pt")
 run.model.config.id2label[int(run.model(**tokens).logits.argmax())]""",
-    """## When a flag is mistyped
+    """## Mistyped flags
 
-The exception says what the command line would say.""",
+The exception has the same message as the command line.""",
     """from finetune.errors import RequestError
 
 try:
@@ -64,7 +64,7 @@ except RequestError as error:
 PLAN = [
     """# Plan and check before a run
 
-Neither needs torch, a GPU, or the machine that the run is for.""",
+Neither needs torch, a GPU, or the machine that will run the training.""",
     "## Will it fit?",
     """from finetune import plan
 
@@ -85,7 +85,7 @@ NOTEBOOKS = {"classify_your_csv": CLASSIFY, "plan_and_check": PLAN}
 
 
 def made(name: str, folder: Path) -> Any:
-    """The notebook, executed in `folder`. Raises where a cell does."""
+    """The notebook, executed in `folder`. Raises if a cell does."""
     import nbformat
     from nbclient import NotebookClient
 

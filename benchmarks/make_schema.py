@@ -1,8 +1,8 @@
 """Write schema.json from the installed DeepSpeed: `python benchmarks/make_schema.py`.
 
-DeepSpeed checks some sections with pydantic models; they are read here field by field. The other keys it looks up as
-it needs them, and takes any unknown one without a word; they are listed here by the file that reads them. Every value
-may be "auto" as well: who fills it depends on the run, and is a matter of the rules.
+DeepSpeed checks some sections with pydantic models; this script reads them field by field. It looks up all other keys
+when it needs them and accepts unknown ones silently; they are listed here by the file that reads them. Every value may
+also be "auto": what resolves it depends on the run, and is checked by the rules.
 """
 
 from __future__ import annotations

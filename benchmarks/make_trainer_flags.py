@@ -1,4 +1,4 @@
-"""Write down the flags of the installed `TrainingArguments`, for what must not wait for transformers to be imported:
+"""Records the flags of the installed `TrainingArguments`, for code that must not import transformers:
 
 python benchmarks/make_trainer_flags.py
 """

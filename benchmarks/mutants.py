@@ -1,14 +1,14 @@
-"""Does a test fail when the code is wrong? Small breakages, made one at a time by cosmic-ray, in the rooms whose
-failure would be silent, and the quick tests of their room run on each.
+"""Mutation testing: does a test fail when the code is wrong? cosmic-ray makes small changes, one at a time, in those
+rooms (parts of the code) whose failures would be silent. The room's quick tests run on each mutant.
 
-    python benchmarks/mutants.py --rooms sampling loss --sample 12   # as many a room, chosen by --seed
-    python benchmarks/mutants.py --seconds 1200 --seed "$(date +%F)" # rooms in turn, until the time is over
-    python benchmarks/mutants.py --again                             # those that lived: does a test catch them today?
-    python benchmarks/mutants.py --because ID "why none can"         # the reason of one that may live
-    python benchmarks/mutants.py --page                              # docs/results/mutants.md, out of mutants.jsonl
+    python benchmarks/mutants.py --rooms sampling loss --sample 12   # 12 mutants per room, chosen by --seed
+    python benchmarks/mutants.py --seconds 1200 --seed "$(date +%F)" # rooms in turn, until the time is up
+    python benchmarks/mutants.py --again                             # retries survivors: does a test catch them now?
+    python benchmarks/mutants.py --because ID "why none can"         # records why a mutant may survive
+    python benchmarks/mutants.py --page                              # renders mutants.md from mutants.jsonl
 
 The tests run in a copy of the checkout, one mutant after another, in processes forked from one that has imported all
-libraries but ours. The exit status is 1 where fewer than 95% were caught.
+libraries but ours. The exit status is 1 if fewer than 95% are caught.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from mutants_made import REPO, ROOMS, Mutant, Room, every_mutant, key_of, mutate
 RESULTS = REPO / "docs" / "results"
 ROWS, PAGE = RESULTS / "mutants.jsonl", RESULTS / "mutants.md"
 WANTED = 0.95
-LEAST_SECONDS, TIMES_AS_LONG = 30.0, 4.0  # what the tests of a mutant may take: that many times what they take without
+LEAST_SECONDS, TIMES_AS_LONG = 30.0, 4.0  # time limit of a mutant's tests; the latter is relative to unchanged code
 CAUGHT, LIVED, LATE = "caught", "lived", "caught: too slow"
-SAME = "same: "  # how the reason begins of one that no test could tell, for its result is the same
+SAME = "same: "  # reasons of equivalent mutants begin so: no test can detect them
 
 
 class Tests:
-    """A copy of the checkout, and a process that forks one for each run of tests in it."""
+    """A copy of the checkout, and a process that forks another for each test run in it."""
 
     def __init__(self, place: Path, units: bool = False) -> None:
         self.place, self.units = place, units
@@ -53,14 +53,14 @@ class Tests:
         preload()
 
     def on(self, room: Room, file: str, text: str) -> tuple[str, str, float]:
-        """Outcome, the test that failed, and seconds."""
+        """The outcome, the test that failed, and seconds."""
         began = time.monotonic()
         for tests in filter(None, (room.tests, () if self.units else room.then)):
             words = self._nearest_first(tests, file)
             if tests not in self.took:
                 status, said, self.took[tests] = self._run(words, 3600.0)
                 if status != 0:
-                    raise SystemExit(f"{' '.join(tests)}: these fail as they are.\n{said[-3000:]}")
+                    raise SystemExit(f"{' '.join(tests)}: these tests fail on unchanged code.\n{said[-3000:]}")
             (self.place / file).write_text(text, encoding="utf-8")
             try:
                 status, said, _ = self._run(words, max(LEAST_SECONDS, TIMES_AS_LONG * self.took[tests]))
@@ -74,7 +74,7 @@ class Tests:
         return LIVED, "", time.monotonic() - began
 
     def _nearest_first(self, tests: tuple[str, ...], file: str) -> list[str]:
-        """Those that name the module begin."""
+        """The test files, those that name the module first."""
         found: list[str] = []
         for test in tests:
             place = self.place / test
@@ -85,7 +85,7 @@ class Tests:
         return sorted(found, key=lambda test: not names_it.search(Path(test).read_text(encoding="utf-8")))
 
     def _run(self, words: list[str], most_seconds: float) -> tuple[int | None, str, float]:
-        """The exit status of pytest, None where it took too long."""
+        """The exit status of pytest; None if it took too long."""
         began = time.monotonic()
         with tempfile.NamedTemporaryFile() as log:
             pid = os.fork()
@@ -113,14 +113,14 @@ class Tests:
                     time.sleep(0 if done else 0.02)
             finally:
                 with suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)  # and what it has left behind
+                    os.killpg(pid, signal.SIGKILL)  # and its remaining children
                 if status_of is None:
                     os.waitpid(pid, 0)
             return status_of, Path(log.name).read_text(errors="replace"), time.monotonic() - began
 
 
 def preload() -> None:
-    """Whatever our rooms and tests import of others, once."""
+    """Import once whatever our code and tests import from other packages."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
     sys.path.insert(0, str(REPO / "tests"))
     from warm_ranks import USED_LATER
@@ -158,12 +158,12 @@ def write_rows(rows: list[Mutant]) -> None:
 
 
 def is_there(row: Mutant) -> bool:
-    """Still, with the line that was changed."""
+    """Whether the file still has the line that was changed."""
     return (REPO / row.file).is_file() and row.was in (line.strip() for line in text_of(row.file).splitlines())
 
 
 def share_caught(rows: list[Mutant]) -> float:
-    """Of those that compute anything else."""
+    """The share caught, of the mutants that are not equivalent."""
     counted = [row for row in rows if not is_same(row)]
     return sum(row.outcome != LIVED for row in counted) / len(counted) if counted else 1.0
 
@@ -173,7 +173,7 @@ def is_same(row: Mutant) -> bool:
 
 
 def run_all(todo: Iterator[tuple[Mutant, str]], seconds: float, rows: list[Mutant], units: bool) -> None:
-    """As many as can be in the time; each is written down at once."""
+    """Run as many as the time allows; each result is written immediately."""
     began = time.monotonic()
     by_key = {key_of(row): row for row in rows}
     with tempfile.TemporaryDirectory(prefix="finetune-mutants-") as place:
@@ -191,7 +191,7 @@ def run_all(todo: Iterator[tuple[Mutant, str]], seconds: float, rows: list[Mutan
 
 
 def in_turn(rooms: list[str], count: int, seed: str, known: set[tuple[str, str, str]]) -> Iterator[tuple[Mutant, str]]:
-    """One of each room, then another of each: a time that ends early has seen all of them."""
+    """One of each room, then another of each, so that even a short run covers all rooms."""
     streams = [sampled(room, count, seed, known) for room in rooms]
     while streams:
         for stream in list(streams):
@@ -202,7 +202,7 @@ def in_turn(rooms: list[str], count: int, seed: str, known: set[tuple[str, str, 
 
 
 def survivors(rows: list[Mutant], rooms: list[str]) -> Iterator[tuple[Mutant, str]]:
-    """Those that lived, and nobody has said why they may."""
+    """The mutants that survived without a recorded reason."""
     asked = {key_of(row): row for row in rows if row.outcome == LIVED and row.room in rooms and not row.because}
     kinds = {(row.file, row.operator) for row in asked.values()}
     places = [one for room in rooms for place in every_mutant(room) for one in place]
@@ -212,19 +212,21 @@ def survivors(rows: list[Mutant], rooms: list[str]) -> Iterator[tuple[Mutant, st
 
 
 def page(rows: list[Mutant]) -> str:
-    """Out of the rows alone."""
+    """Render the page from the rows alone."""
     lines = [
-        "# Mutants: does a test fail when the code is wrong?",
+        "# Mutation testing: does a test fail when the code is wrong?",
         "",
-        "Small breakages, made one at a time by cosmic-ray (and, of ours, a call that is left out) in the rooms whose",
-        "failure would be silent; the quick tests of the room are run on each. `python benchmarks/mutants.py --page`",
-        "made this page out of [mutants.jsonl](mutants.jsonl), `--help` says how to run more; `.ci/nightly` does, for",
-        "twenty minutes. A place is an operator, a number, a condition, a loop or a call; of each that was sampled",
-        "one change was tried. What means the same to Python (in annotations, `is` for `==` of small numbers, a cache",
-        "less) is not sampled. Of the others some compute the same all the same: a person has looked, the list below",
-        "says why, and the share is of those that do not.",
+        "cosmic-ray makes small changes to the code, one at a time, where a failure would be silent. One more operator",
+        "is ours: it removes a call. The quick tests of that part of the code run on each mutant.",
+        "`python benchmarks/mutants.py --page` renders this page from [mutants.jsonl](mutants.jsonl); `--help` shows",
+        "how to run more mutants. `.ci/nightly` does so for twenty minutes.",
         "",
-        "| room | places | sampled | the same | caught | lived | caught |",
+        "A place is an operator, a number, a condition, a loop or a call. At each sampled place, one change was tried.",
+        "Changes that Python cannot distinguish (in annotations, `is` for `==` of small numbers, a missing cache) are",
+        "not sampled. Of the others, some are equivalent: they still compute the same. A person has reviewed these.",
+        "The list below gives the reasons, and the share caught excludes them.",
+        "",
+        "| part of the code | places | sampled | equivalent | caught | survived | share caught |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     places = {room: max((row.of for row in rows if row.room == room), default=0) for room in ROOMS}
@@ -236,13 +238,13 @@ def page(rows: list[Mutant]) -> str:
         lived = len(own) - caught - same
         lines.append(f"| {room} | {many:,} | {len(own)} | {same} | {caught} | {lived} | {share} |")
     left, mended = sum(places.values()) - len(rows), sum(row.mended for row in rows)
-    told = f"Of those that are caught {mended} lived when they were first tried; tests were written for them."
-    lines += ["", f"{left:,} places were not tried yet: each night takes others. {told}", ""]
-    lines += ["## Those that live, and why", "", "| mutant | was | became | why |", "|---|---|---|---|"]
+    told = f"Of the caught mutants, {mended} survived when they were first tried; tests were written for them."
+    lines += ["", f"{left:,} places have not been tried yet; each night samples others. {told}", ""]
+    lines += ["## Survivors", "", "| mutant | original | mutated | why it survives |", "|---|---|---|---|"]
     for row in rows:
         if row.outcome == LIVED:
             was, became = (f"`{text.replace('|', chr(92) + '|')}`" for text in (row.was, row.became))
-            lines.append(f"| {row.room}, {row.id} | {was} | {became} | {row.because or 'not looked at yet'} |")
+            lines.append(f"| {row.room}, {row.id} | {was} | {became} | {row.because or 'not reviewed yet'} |")
     return "\n".join(lines) + "\n"
 
 
@@ -252,12 +254,12 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=12, metavar="COUNT")
     parser.add_argument("--seed", default="0")
     parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--units", action="store_true", help="only the tests that start no runs")
+    parser.add_argument("--units", action="store_true", help="only tests that start no training runs")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--because", nargs=2, metavar=("ID", "WHY"))
     parser.add_argument("--page", action="store_true")
     asked = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the tests end with it
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the tests end, too
     rows = read_rows()
     if asked.because:
         found, why = asked.because
@@ -272,7 +274,7 @@ def main() -> int:
     rows = read_rows()
     PAGE.write_text(page(rows), encoding="utf-8")
     counted = sum(not is_same(row) for row in rows)
-    print(f"{share_caught(rows):.1%} of {counted} caught; {WANTED:.0%} are wanted.")
+    print(f"{share_caught(rows):.1%} of {counted} caught; the target is {WANTED:.0%}.")
     return int(share_caught(rows) < WANTED)
 
 

@@ -1,4 +1,4 @@
-"""The mutants of benchmarks/mutants.py: which rooms and tests there are, and what cosmic-ray makes of a file."""
+"""The mutants of benchmarks/mutants.py: the parts of the code (rooms) with their tests, and cosmic-ray's changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
 DROPPED = "DropCall"  # ours; all others are cosmic-ray's
-# The same to Python, or the same but slower.
+# Equivalent to the original in Python, or only slower.
 EQUIVALENT = ("Eq_Is", "NotEq_IsNot", "Is_Eq", "IsNot_NotEq", "RemoveDecorator")
 UNIT = "tests/training"
 OF_PLANS = "zero12 update traffic zero schedule partition collectives optimizers pipelines memory seconds fsdp".split()
@@ -20,7 +20,7 @@ OF_CHECKPOINTS = "atomic_folder manifest space rotation choice best opened lock 
 
 @dataclass(frozen=True)
 class Room:
-    """Files, and their quick tests: `tests` first, and `then` where those pass, which start processes."""
+    """Files and their quick tests: first `tests`; if those pass, `then`, which start processes."""
 
     files: tuple[str, ...]
     tests: tuple[str, ...]
@@ -68,7 +68,7 @@ ROOMS = {
 
 
 class DropCall:
-    """An operator of cosmic-ray's kind: a statement that is a call alone, such as `file.flush()`, does nothing."""
+    """An operator for cosmic-ray that removes a statement that is only a call, such as `file.flush()`."""
 
     def mutation_positions(self, node: Any) -> Iterator[Any]:
         is_call = node.type == "atom_expr" and node.children[-1].get_code().startswith("(")
@@ -83,8 +83,8 @@ class DropCall:
 
 @dataclass(frozen=True)
 class Mutant:
-    """Occurrence `number` of an operator in a file that has `of` places with all others of its room. `was` and
-    `became`: the line."""
+    """Occurrence `number` of an operator in a file; its room has `of` places. `was` and `became` are the line before
+    and after."""
 
     room: str
     file: str
@@ -98,7 +98,7 @@ class Mutant:
     by: str = ""  # the test that failed
     seconds: float = 0.0
     because: str = ""
-    mended: bool = False  # it lived at first, and a test was written
+    mended: bool = False  # it survived at first, and a test was written
 
     @property
     def id(self) -> str:
@@ -121,7 +121,7 @@ def operator_of(name: str) -> Any:
 
 
 def families() -> dict[str, list[str]]:
-    """Operators that change the same places, by what they look for."""
+    """Operators that change the same kind of place, by that kind."""
     from cosmic_ray.plugins import get_operator, operator_names
 
     found: dict[str, list[str]] = {DROPPED: [DROPPED]}
@@ -133,7 +133,7 @@ def families() -> dict[str, list[str]]:
 
 
 def every_mutant(room: str) -> list[list[Mutant]]:
-    """Places in the room's files, each with all that may be done to it."""
+    """Places in the room's files, each with all its possible mutants."""
     from cosmic_ray.ast import ast_nodes, get_ast
 
     places: dict[tuple[str, str, Any], list[Mutant]] = {}
@@ -150,7 +150,7 @@ def every_mutant(room: str) -> list[list[Mutant]]:
 
 
 def mutated(mutant: Mutant) -> tuple[Mutant, str] | None:
-    """The file's text with the change, and what it is; None where it means the same: in an annotation, for one."""
+    """The mutant and the changed text of its file; None if the meaning is the same, for example in an annotation."""
     from cosmic_ray.mutating import mutate_code
 
     before = text_of(mutant.file)
@@ -168,7 +168,7 @@ def mutated(mutant: Mutant) -> tuple[Mutant, str] | None:
 
 
 def _meaning(text: str) -> str:
-    """Without annotations, which are never evaluated here, and without the words of assertions."""
+    """The syntax tree without annotations, which are never evaluated here, and without messages of assertions."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
@@ -183,7 +183,7 @@ def _meaning(text: str) -> str:
 
 
 def sampled(room: str, count: int, seed: str, known: set[tuple[str, str, str]]) -> Iterator[tuple[Mutant, str]]:
-    """`count` of the room's places, and of each one change, that are not `known`."""
+    """One mutant at each of `count` random places of the room, without those that are `known`."""
     choice = random.Random(f"{seed} {room}")
     places = every_mutant(room)
     choice.shuffle(places)
@@ -198,5 +198,5 @@ def sampled(room: str, count: int, seed: str, known: set[tuple[str, str, str]]) 
 
 
 def key_of(row: Mutant) -> tuple[str, str, str]:
-    """It stays while lines above it come and go."""
+    """A key that does not change when lines are added or removed above it."""
     return row.file, row.was, row.became

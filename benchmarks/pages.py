@@ -1,9 +1,9 @@
-"""The pages of docs/results/, each from the data beside it; measures nothing.
+"""Renders the pages of docs/results/ from the data beside them; measures nothing.
 
-    python benchmarks/pages.py                  # all of them
-    python benchmarks/pages.py seq_cls plan     # these
+    python benchmarks/pages.py                  # all pages
+    python benchmarks/pages.py seq_cls plan     # some pages
 
-A figure that is not in the data has no way into a page: tests/test_claims.py holds each page to what is written here.
+A page can only have figures from the data: tests/test_claims.py compares each page with what this script renders.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "tasks": _of("tasks", tasks.render),
     "zero_speed": _of("zero_speed", zero_speed.render),
 }
-# By gpu.py, on a machine that has one: they are pages once there are data.
+# Measured by gpu.py on a machine with a GPU; they are pages once their data exists.
 ON_GPU: dict[str, Callable[[Any], str]] = {
     "async_save_gpu": async_save.render,
     "causal_lm_gpu": causal_lm_gpu.render,

@@ -1,14 +1,14 @@
-"""What recipes do with strange paths: every path flag of every recipe, with everything that a name may lead to.
+"""What recipes do with unusual and hostile paths: every path flag of every recipe, with everything a path may lead to.
 
-    python benchmarks/path_flags.py                     # all, by real runs: an hour
-    python benchmarks/path_flags.py --before_torch      # as far as a run gets without torch: minutes
-    python benchmarks/path_flags.py --every 7           # of the cases every seventh
-    python benchmarks/path_flags.py --taken             # whole runs of what --before_torch has found to be taken
+    python benchmarks/path_flags.py                     # all cases, as real runs: an hour
+    python benchmarks/path_flags.py --before_torch      # only what a run checks before importing torch: minutes
+    python benchmarks/path_flags.py --every 7           # every seventh case
+    python benchmarks/path_flags.py --taken             # whole runs of the cases that --before_torch accepted
     python benchmarks/path_flags.py --recipes seq_cls --flags config
 
-Adds to docs/results/path_flags.jsonl, a line a case, and makes path_flags.md of it (benchmarks/pages.py).
-A case is harmless where the run ends in status 0, or in 2 with one line "error:", without a traceback, within 5 seconds
-of CPU and 1 GiB of memory beyond what its imports take. A run is forked from a process that has imported the stack.
+Appends a line per case to docs/results/path_flags.jsonl, and renders path_flags.md from it (benchmarks/pages.py). A
+case is harmless if the run exits with status 0, or with 2 and one line "error:", without a traceback, within 5 seconds
+of CPU time and 1 GiB of memory beyond its imports. Runs are forked from a process that has imported the stack.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from finetune.run.launch import Launch  # noqa: E402
 OUT = REPO / "docs" / "results" / "path_flags.jsonl"
 
 CPU_SECONDS, WALL_SECONDS, MORE_BYTES = 5.0, 120.0, 2**30
-OTHERS = ("resume",)  # paths, and words as well
+OTHERS = ("resume",)  # takes a path or a keyword
 TABLES = ("train_file", "validation_file", "test_file")
 SUFFIXES = {**dict.fromkeys(TABLES, ".csv"), **dict.fromkeys(("deepspeed", "deepspeed_config"), ".json"),
             "metrics": ".py", "config": ".yaml", "chat_template": ".jinja"}  # fmt: skip
@@ -75,7 +75,7 @@ def _loop(path: Path) -> None:
     path.symlink_to(path.name)
 
 
-# Each makes something at a path, or returns another name.
+# Each creates something at a path, or returns another name.
 HAZARDS: dict[str, Callable[[Path], object]] = {
     "FIFO": os.mkfifo,
     "/dev/zero": lambda path: path.symlink_to("/dev/zero"),
@@ -106,7 +106,7 @@ def path_flags(recipe: str) -> list[str]:
 
 
 def words_of(flag: str, hazard: str, folder: Path) -> list[str]:
-    """Of the command line of a case, whose files lie in `folder`."""
+    """The command-line words of a case, whose files are in `folder`."""
     place = folder / f"strange{SUFFIXES.get(flag, '')}"
     named = HAZARDS[hazard](place)
     output = [] if flag == "output_dir" else ["--output_dir", str(folder / "run")]
@@ -114,7 +114,7 @@ def words_of(flag: str, hazard: str, folder: Path) -> list[str]:
 
 
 def before_torch(recipe: str, words: list[str]) -> None:
-    """As far as a run gets by flags alone."""
+    """What a run checks from its flags alone."""
     resolve_here(recipes()[recipe], words, Launch())
 
 
@@ -193,15 +193,17 @@ def cases(names: list[str], flags: list[str] | None, hazards: list[str]) -> Iter
 def page(rows: list[dict[str, Any]]) -> str:
     stack = in_words(next(row["versions"] for row in reversed(rows)))
     lines = [
-        "# Strange paths",
+        "# Unusual and hostile paths",
         "",
         f"`python benchmarks/path_flags.py`, {stack}, two cores.",
-        f"Each path flag of each recipe names one of {len(HAZARDS)} strange things. Harmless is a run that ends in",
-        f"status 0, or in 2 with one line `error:`; without a traceback, within {CPU_SECONDS:g} s of CPU where it is",
-        f"refused, and {MORE_BYTES >> 20:,} MiB of memory beyond imports. *Before torch*: as far as flags and files",
-        "show it. *Whole*: a run of one step. Where not all cases were tried, they are a sample (`--every`).",
+        f"Each path flag of each recipe is given {len(HAZARDS)} unusual or hostile paths. A run is harmless if it",
+        "exits with status 0, or with 2 and a single `error:` line, without a traceback. It may use less than",
+        f"{MORE_BYTES >> 20:,} MiB of memory beyond its imports and, if it is refused, {CPU_SECONDS:g} s of CPU time.",
         "",
-        "| recipe | how far | flags | cases | refused | taken | harmful | most CPU seconds of one that is refused |",
+        "*Before torch* covers only what a run checks before importing torch; *whole* is a run of one step. If fewer",
+        "than all cases were tried, they are a sample (`--every`).",
+        "",
+        "| recipe | mode | flags | cases tried | refused | accepted | harmful | most CPU seconds of a refused case |",
         "|---|---|---|---|---|---|---|---|",
     ]
     last = {(row["recipe"], row["mode"], row["flag"], row["hazard"]): row for row in rows}
@@ -215,9 +217,9 @@ def page(rows: list[dict[str, Any]]) -> str:
         figures += [len(mine) - counts[2] - counts[0], max((row["cpu_seconds"] for row in refused), default=0.0)]
         lines.append(f"| {recipe} | {mode} | {' | '.join(map(str, figures))} |")
     odd = [row for row in last.values() if not row["is_harmless"]]
-    lines += ["", "Harmful:", ""] if odd else ["", "None was harmful.", ""]
+    lines += ["", "Harmful:", ""] if odd else ["", "No case was harmful.", ""]
     lines += [f"- {row['recipe']}, {row['mode']}, `--{row['flag']}`, {row['hazard']}: {row['said']}" for row in odd]
-    lines += [""] * bool(odd) + ["What it does not show: several ranks, hubs, and two strange paths at once.", ""]
+    lines += [""] * bool(odd) + ["What this does not show: several ranks, hubs, and two such paths at once.", ""]
     return "\n".join(lines)
 
 
@@ -226,16 +228,16 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=sorted(recipes()))
     parser.add_argument("--flags", nargs="+")
     parser.add_argument("--hazards", nargs="+", default=list(HAZARDS))
-    parser.add_argument("--before_torch", action="store_true")
-    parser.add_argument("--every", type=int, default=1)
-    parser.add_argument("--taken", action="store_true")
+    parser.add_argument("--before_torch", action="store_true", help="only the checks before torch is imported")
+    parser.add_argument("--every", type=int, default=1, help="try only every N-th case")
+    parser.add_argument("--taken", action="store_true", help="only cases that --before_torch accepted")
     asked = parser.parse_args()
     run = before_torch if asked.before_torch else whole_run
     if not asked.before_torch:
         from compiled_ops import build, enter, folder_of_this_stack
         from warm_ranks import import_the_stack
 
-        _sessions = enter(folder_of_this_stack())  # no case is to compile: that takes longer than a case may
+        _sessions = enter(folder_of_this_stack())  # compiled beforehand: compiling would exceed a case's time limit
         build("ON_CPU")
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         import_the_stack()

@@ -1,7 +1,8 @@
-"""A recipe and its peers by turns: what benchmarks that compare them share.
+"""Shared code of the benchmarks that compare a recipe with its peers in interleaved rounds.
 
-A turn is one process of each. Each ratio is of one turn, so that a machine which slows down slows both. Memory is the
-peak of the process above what it holds once its libraries are imported; on a GPU, the allocator's peak.
+A round (`turn`) is one process of each. Each ratio is taken within one round, so that a slow phase of the machine
+affects both. Memory is the peak of the process above what it holds after importing its libraries; on a GPU, the
+allocator's peak.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from typing import Any
 from spread import spread
 
 REPO = Path(__file__).resolve().parents[1]
-WARMUP_STEPS = 3  # left out: allocation, and threads that wake up
+WARMUP_STEPS = 3  # excluded: memory is allocated and threads start
 OURS = "ours"
 
 
 class Peers:
-    """Runs each of them; `imports` is what each imports before it reads a row, by its name."""
+    """Runs the recipe and its peers; `imports` has by name what each imports before it reads a row."""
 
     def __init__(self, scratch: Path, imports: Mapping[str, str], on_gpu: bool) -> None:
         self.scratch, self.count, self.on_gpu = scratch, 0, on_gpu
         self.held = {name: 0.0 if on_gpu else self._held(words) for name, words in imports.items()}
 
     def folder(self) -> Path:
-        """A new one."""
+        """The path of a new folder."""
         self.count += 1
         return self.scratch / f"run{self.count}"
 
     def recipe(self, script: str, folder: Path, flags: Mapping[str, Any], *words: str) -> dict[str, float]:
-        """Seconds of a step, and bytes."""
+        """Run a recipe; seconds per step, and bytes."""
         values = {"output_dir": folder, "logging_steps": 1, "do_eval": False, "eval_strategy": "no", **flags}
         values |= {"save_strategy": "no"}
         self.run(script, *words, *flagged(values))
@@ -45,7 +46,7 @@ class Peers:
         return self._figures(OURS, seconds, max(figures["peak_memory_gib_per_rank"]) * 2**30)
 
     def peer(self, name: str, script: str, folder: Path, flags: Mapping[str, Any], *words: str) -> dict[str, float]:
-        """Likewise, of a script that writes `step_seconds` and `peak_bytes` to --result."""
+        """Run a peer's script, which writes `step_seconds` and `peak_bytes` to --result."""
         result = folder.with_suffix(".json")
         self.run(script, *words, *flagged({"result": result, **flags}))
         found = json.loads(result.read_text())
@@ -68,13 +69,13 @@ class Peers:
 
 
 def flagged(values: Mapping[str, Any]) -> list[str]:
-    """As words of a command line."""
+    """Flags as command-line words."""
     return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
 def rows_of(turns: Sequence[Mapping[str, Mapping[str, float]]], others: Mapping[str, int]) -> list[str]:
-    """Of each peer the cells of a table: rows a second, MiB, `others` with so many digits, and both ratios of ours to
-    it. Figures of a turn have `rows`, those of a step."""
+    """A table row for each peer: rows per second, MiB, the figures in `others` with that many digits, and the ratios of
+    speed and memory. A turn's figures have `rows`, the number of rows per step."""
     lines = []
     for name in turns[0]:
         cells = [name, spread([turn[name]["rows"] / turn[name]["step_seconds"] for turn in turns], 1)]

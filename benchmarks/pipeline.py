@@ -1,12 +1,12 @@
-"""What a pipeline costs: efficiency against the formula, memory by stage, checkpointing, the cut, and the plan.
+"""Pipeline parallelism: efficiency compared with the formula, memory by stage, checkpointing, partitions, and the plan.
 
     python benchmarks/pipeline.py                        # all parts, about twelve minutes on two CPU cores
-    python benchmarks/pipeline.py --parts efficiency     # one alone
-    python benchmarks/pipeline.py --gpu                  # one GPU: one stage against the Trainer, and checkpointing
+    python benchmarks/pipeline.py --parts efficiency     # one part only
+    python benchmarks/pipeline.py --gpu                  # one GPU: one stage and the Trainer, and checkpointing
 
-Writes docs/results/pipeline.md (pipeline_gpu.md on a GPU). A part starts two or four ranks with a thread each. What is
-compared is timed by turns in the same processes, a step of one and a step of the other: noise favours neither. Four
-ranks share two cores: their memory is measured, and no time.
+Writes docs/results/pipeline.md (pipeline_gpu.md on a GPU). A part starts two or four ranks with one thread each. Steps
+of the variants are interleaved in the same processes, so that noise favors none. Four ranks share two cores, so only
+their memory is measured, not time.
 """
 
 import argparse
@@ -40,7 +40,7 @@ LARGE_BATCH = {"num_hidden_layers": 12, "num_attention_heads": 4, "hidden_size":
 
 
 def ranks(count: int, part: str, *words: str) -> dict:
-    """What rank 0 prints as its last line when `count` ranks run `part` of this file."""
+    """The result, as JSON, that rank 0 prints when `count` ranks run `part` of this file."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "BENCHMARK_RANK": "1"}
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", str(count), "--standalone"]
     command = [*torchrun, __file__, "--rank_part", part, *words]
@@ -53,7 +53,7 @@ def ranks(count: int, part: str, *words: str) -> dict:
 
 
 class Bench:
-    """A pipeline of this run's ranks on random tokens, for one accumulation and one cut."""
+    """A pipeline over this run's ranks on random tokens, with one accumulation and one partition."""
 
     def __init__(self, stages: int, accumulation: int, rows: int, shape: dict, vocabulary: int, **choices) -> None:
         import torch
@@ -129,7 +129,7 @@ def tell(result: dict) -> None:
 
 
 def rank_efficiency(accumulation: int) -> None:
-    """Two stages against the same ranks as two pipelines of one stage, which do twice the micro-batches a step."""
+    """Two stages, and the same ranks as two pipelines of one stage, which process twice the micro-batches per step."""
     two = Bench(2, accumulation, 4, SHAPE, VOCABULARY)
     one = Bench(1, accumulation, 4, SHAPE, VOCABULARY)
     times = [(two.step(), one.step()) for _ in range(TURNS + 2)][2:]
@@ -150,7 +150,7 @@ def rank_cut() -> None:
 
 
 def rank_plan(accumulation: int) -> None:
-    """The makespan of a step, as the stages' times in the step before plan it, by what it was."""
+    """The measured makespan of a step over the one planned from the stages' times in the previous step."""
     import torch
     from torch import distributed
 
@@ -173,12 +173,12 @@ def rank_plan(accumulation: int) -> None:
 
 
 def rank_memory(interval: int) -> None:
-    """By stage: MiB that a step with eight micro-batches adds to a process that has taken a step with few tokens."""
+    """By stage: MiB that a step with eight micro-batches adds to a process after a step with few tokens."""
     from torch import distributed
 
     bench = Bench(4, 8, 8, LARGE_BATCH, VOCABULARY, method="type:block", interval=interval)
     pairs, bench.pairs = bench.pairs, bench.small
-    bench.step()  # what the optimizer and DeepSpeed allocate for good
+    bench.step()  # allocates what the optimizer and DeepSpeed keep
     bench.trainer.engine.reset_activation_shape()
     bench.pairs = pairs
     before = peak_mib()
@@ -190,7 +190,7 @@ def rank_memory(interval: int) -> None:
 
 
 def rank_checkpointing() -> None:
-    """Two stages: a step with every activation kept, and with every layer computed again."""
+    """Two stages: a step that keeps all activations, and one that recomputes every layer."""
     kept = Bench(2, 8, 4, SHAPE, VOCABULARY)
     again = Bench(2, 8, 4, SHAPE, VOCABULARY, interval=1)
     times = [(kept.step(), again.step()) for _ in range(TURNS + 1)][1:]
@@ -202,7 +202,7 @@ def peak_mib() -> float:
 
 
 def recipe(name: str, folder: Path, *words: str) -> dict:
-    """The closing figures of a recipe on one rank."""
+    """The final figures of a recipe on one rank."""
     flags = [*words, "--output_dir", str(folder), "--max_steps", "25", "--eval_strategy", "no", "--do_eval", "False"]
     flags += ["--save_strategy", "no", "--sample_tokens", "0", "--max_train_samples", "60"]
     command = [*started(DEEPSPEED, 1), f"recipes/{name}.py", *flags]
@@ -215,7 +215,7 @@ def recipe(name: str, folder: Path, *words: str) -> dict:
 
 
 def one_stage(size: tuple[str, ...]) -> dict:
-    """The engine at one stage against the Trainer under ZeRO-1, and with checkpointing; the order turns each round."""
+    """The engine with one stage and the Trainer under ZeRO-1, also with checkpointing; the order alternates."""
     batch = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "8")
     runs = {
         "Trainer, ZeRO-1": ("causal_lm", "--deepspeed", "zero1"),
@@ -256,19 +256,20 @@ def render(results: dict) -> str:
     middle = statistics.median
     command = f"python benchmarks/pipeline.py{results.get('flags', '')}"
     setting = f"`{command}`; {results['machine']}; {results.get('precision', 'fp32')}."
-    lines = ["# Pipeline: what it costs", "", setting, ""]
+    lines = ["# Pipeline parallelism: efficiency and memory", "", setting, ""]
     if found := results.get("efficiency"):
         width, turns = SHAPE["hidden_size"], len(next(iter(found.values()))["one_stage"])
         lines += [
-            "## Efficiency: 2 stages, a core each",
+            "## Efficiency: 2 stages, one core each",
             "",
-            f"GPT-lite, 6 layers x {width}, 4 x 128 tokens a micro-batch. Efficiency is the time that the same two",
-            "ranks take for as much work without waiting (two pipelines of one stage, which do twice the micro-batches",
-            f"a step), by that of the two stages; medians of {turns} turns (smallest to largest). A step of one",
-            "stage holds the whole model's optimizer step and its all-reduce; two stages halve the first and lack the",
-            "second, so that few micro-batches do better than the formula.",
+            f"GPT-lite, 6 layers, hidden size {width}, micro-batches of 4 x 128 tokens. Efficiency is the time that",
+            "the same two ranks take for as much work without waiting, divided by the time of the two stages. Without",
+            "waiting means two pipelines of one stage, which process twice the micro-batches per step. Figures are",
+            f"medians of {turns} rounds, with the range in parentheses. A step of one stage includes the whole model's",
+            "optimizer step and its all-reduce. Two stages halve the first and do not need the second, so that few",
+            "micro-batches do better than the formula.",
             "",
-            "| micro-batches | seconds a step | efficiency | M / (M + 1) x balance | ratio |",
+            "| micro-batches M | seconds per step | efficiency | formula: M / (M + 1) x balance | measured / formula |",
             "|---|---|---|---|---|",
         ]
         for m, row in found.items():
@@ -278,11 +279,12 @@ def render(results: dict) -> str:
             lines.append(f"| {m} | {two:.3f} | {spread(each, 3)} | {formula:.3f} | {middle(each) / formula:.3f} |")
         lines.append("")
     if found := results.get("cut"):
-        lines += ["## The cut: 2 stages, a head that outweighs the blocks", ""]
-        lines += [f"6 layers x 256, vocabulary {TOP_HEAVY_VOCABULARY:,}, 8 micro-batches of 4 x 128 tokens.", ""]
-        lines += ["Methods that come to the same cut stand in one row: what their turns differ by is noise. Against"]
-        lines += ["balanced: each turn by the balanced cut's of the same round. Median (smallest to largest).", ""]
-        lines += ["| methods | bounds | balance by plan | turns | seconds a step | against balanced |"]
+        lines += ["## Partitions: 2 stages, a head that outweighs the blocks", ""]
+        lines += [f"6 layers, hidden size 256, vocabulary {TOP_HEAVY_VOCABULARY:,}, 8 micro-batches of 4 x 128 tokens."]
+        lines += ["Methods that choose the same partition share a row; differences between them are noise. The last"]
+        lines += ["column is the step time divided by that of the balanced partition in the same round. Figures are"]
+        lines += ["medians, with the range in parentheses.", ""]
+        lines += ["| methods | stage bounds | planned balance | steps | seconds per step | time / balanced |"]
         lines += ["|---|---|---|---|---|---|"]
         best, same = found["seconds"]["balanced"], {}
         for method, bounds in found["bounds"].items():
@@ -296,8 +298,9 @@ def render(results: dict) -> str:
             lines.append(f"| {' | '.join(map(str, row))} |")
         lines.append("")
     if found := results.get("plan"):
-        lines += ["## The plan: measured makespan of a step by the planned one, 2 stages", ""]
-        lines += ["| micro-batches | from the stages' times in the step before: median, all | from the layers alone |"]
+        lines += ["## The plan: measured over planned makespan of a step, 2 stages", ""]
+        lines += ["A step is planned from the stages' times in the previous step, or from the layers' times alone.", ""]
+        lines += ["| micro-batches | planned from the previous step: median (all) | planned from the layers |"]
         lines += ["|---|---|---|"]
         for m, row in found.items():
             every = ", ".join(f"{ratio:.2f}" for ratio in row["measured_by_planned"])
@@ -306,14 +309,15 @@ def render(results: dict) -> str:
         lines.append("")
     if found := results.get("memory"):
         lines += [
-            "## Memory: 4 stages of 3 blocks (sharing two cores: no times), 8 micro-batches of 8 x 256 tokens",
+            "## Memory: 4 stages of 3 blocks, 8 micro-batches of 8 x 256 tokens",
             "",
-            "Growth of the largest resident set over a step with 4 tokens a row: gradients' buffers and the",
-            "allocator's slack come on top of what is planned, the activations alone.",
+            "Sizes are in MiB. Measured is the growth of the largest resident set after a step with 4 tokens per row.",
+            "It includes gradient buffers and allocator overhead; the plan has activations only. The stages share two",
+            "cores, so times are not measured. The last two columns are with activation checkpointing of every layer.",
             "",
         ]
-        lines += ["| stage | in flight | activations of a micro-batch, planned, MiB | planned peak | measured peak | "]
-        lines[-1] += "measured / planned | measured, every layer again | ratio |"
+        lines += ["| stage | micro-batches in flight | planned per micro-batch | planned peak | measured peak | "]
+        lines[-1] += "measured / planned | measured peak, checkpointed | checkpointed / not |"
         lines += ["|---|---|---|---|---|---|---|---|"]
         kept, again = found["0"], found["1"]
         for stage, (mib, less) in enumerate(zip(kept["mib"], again["mib"], strict=True)):
@@ -323,26 +327,27 @@ def render(results: dict) -> str:
         lines.append("")
     if found := results.get("checkpointing"):
         ratio = spread([b / a for a, b in zip(found["kept"], found["again"], strict=True)], 2)
-        lines += ["## Checkpointing: time, 2 stages, 8 micro-batches", ""]
-        lines += [f"Every layer computed again: {middle(found['again']):.3f} s a step against"]
-        lines[-1] += f" {middle(found['kept']):.3f}: {ratio} times as long, of {len(found['kept'])} turns."
+        lines += ["## Activation checkpointing: time, 2 stages, 8 micro-batches", ""]
+        lines += [f"With checkpointing of every layer, a step takes {middle(found['again']):.3f} s; without it,"]
+        lines[-1] += f" {middle(found['kept']):.3f} s. The ratio is {ratio}, over {len(found['kept'])} rounds."
         lines.append("")
     if found := results.get("one_stage"):
-        lines += ["## One stage against the Trainer: 8 micro-batches, the recipes' own step times", ""]
-        lines += [f"Medians of {len(next(iter(found.values())))} runs (smallest to largest).", ""]
-        lines += ["| | seconds a step | against the Trainer | peak GiB |", "|---|---|---|---|"]
+        lines += ["## One stage compared with the Trainer: 8 micro-batches, the recipes' own step times", ""]
+        lines += [f"Medians of {len(next(iter(found.values())))} runs, with the range in parentheses.", ""]
+        lines += ["| run | seconds per step | time / Trainer | peak memory, GiB |", "|---|---|---|---|"]
         base = middle(run["seconds"] for run in found["Trainer, ZeRO-1"])
         for name, runs in found.items():
             seconds, peak = ([run[key] for run in runs] for key in ("seconds", "peak_gib"))
             against = f"{middle(seconds) / base:.2f}"
-            lines.append(f"| {name} | {spread(seconds, 4)} | {against} | {middle(peak):.2f} |")
+            shown = name.replace("every layer again", "every layer checkpointed")
+            lines.append(f"| {shown} | {spread(seconds, 4)} | {against} | {middle(peak):.2f} |")
     return "\n".join(lines).rstrip() + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=list(PARTS))
-    parser.add_argument("--gpu", action="store_true", help="one GPU: one stage against the Trainer, in bf16")
+    parser.add_argument("--gpu", action="store_true", help="one GPU: one stage and the Trainer, in bf16")
     parser.add_argument("--out", type=Path, default=OUT, help="folder")
     parser.add_argument("--rank_part", help=argparse.SUPPRESS)
     parser.add_argument("numbers", nargs="*", type=int, help=argparse.SUPPRESS)
@@ -359,7 +364,7 @@ def main() -> None:
         import torch
 
         if not torch.cuda.is_available():
-            raise SystemExit("error: torch sees no GPU, which --gpu measures. Drop it to measure on the CPU.")
+            raise SystemExit("error: torch sees no GPU, but --gpu measures one. Drop the flag to measure on the CPU.")
         results |= {"machine": f"{torch.cuda.get_device_name()}; {versions}", "precision": "bf16", "flags": " --gpu"}
         size = ("--model_size", "small", "--learning_rate", "6e-4", "--bf16", "True", "--tokenizer", "byte")
         results["one_stage"] = one_stage(size)

@@ -1,7 +1,7 @@
-"""Planned beside measured: real runs of many layouts, their memory and their step times.
+"""Planned and measured memory and step times of real runs in many layouts.
 
 python benchmarks/plan.py --measure runs/plan      # trains each configuration for some steps; about half an hour
-python benchmarks/plan.py --compare runs/plan      # plans the same ones: docs/results/plan.json, for pages.py
+python benchmarks/plan.py --compare runs/plan      # plans the same ones; writes docs/results/plan.json, for pages.py
 """
 
 from __future__ import annotations
@@ -33,22 +33,21 @@ from finetune.report.shapes import WIDE, Dot, Line, Picture
 from finetune.report.svg import write_png
 
 REPO = Path(__file__).resolve().parents[1]
-INTRODUCTION = """# Planned beside measured
+INTRODUCTION = """# Planned and measured memory and step times
 
 `python benchmarks/plan.py --measure runs/plan`, then `finetune plan --calibrate here.json` and
 `python benchmarks/plan.py --compare runs/plan --machine here.json`.
 
-Each configuration is a real launch of two ranks (those with 1x: of one) on a machine of two cores without a GPU
-({machine}; {versions}; {date}),
-with random weights and made-up tokens. Bytes are those of tensors' storages
-(`finetune.measure.memory`) of the fullest rank: weights, gradients, optimizer states, buckets, activations. A process's
-RSS lies above it by the libraries, and by what an allocator leaves between blocks. What a kernel
-takes for itself before it ends is not seen. DeepSpeed's estimator (of model states alone; it has one for stages 2
-and 3) and the rule of 16 bytes a parameter stand beside the measured peak. Step times are medians of eight steps, of
-the slower rank; none of these configurations was used to calibrate. No GPU was lent: allocator peaks and step times on
+Each configuration is a real launch on two ranks (one rank if its name has 1x), on a machine with two cores and no GPU
+({machine}; {versions}; {date}), with random weights and synthetic tokens. Bytes are those of tensor storages
+(`finetune.measure.memory`) on the fullest rank: weights, gradients, optimizer states, buckets, activations. The RSS of
+a process is larger, because of libraries and allocator overhead. Memory that a kernel allocates and frees internally is
+not counted. For comparison, the errors of DeepSpeed's estimator (model states only, for stages 2 and 3) and of the rule
+of 16 bytes per parameter are also relative to the measured peak. Step times are medians of eight steps on the slower
+rank. None of these configurations was used for calibration. No GPU was available, so allocator peaks and step times on
 GPUs are not measured.
 
-![Peak memory planned by finetune, by DeepSpeed's estimator and by 16 bytes a parameter, over measured](plan.png)
+![Peak memory as planned by finetune, DeepSpeed's estimator and 16 bytes per parameter, over measured peak](plan.png)
 """
 
 LITE = {"model_type": "gptlite", "vocab_size": 512, "num_hidden_layers": 4, "hidden_size": 256,
@@ -89,7 +88,7 @@ HEADS = {"bert": "sequence_classification", "distilbert": "sequence_classificati
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration that is run. `config` is a shipped name, or a JSON that is written beside the result."""
+    """A configuration to run. `deepspeed` is a shipped name, or a config that is written beside the result."""
 
     model: str
     deepspeed: str | dict[str, Any]
@@ -108,7 +107,7 @@ class Case:
 
 
 def small_buckets(base: str, **zero: Any) -> dict[str, Any]:
-    """A shipped config with other settings: its buckets would outweigh models as small as these."""
+    """A shipped config with changed settings: its own buckets would outweigh models as small as these."""
     config = json.loads((REPO / "ds_configs" / f"{base}.json").read_text())
     config["zero_optimization"].update(zero)
     name = "+".join([base, *(f"{key.replace('stage3_', '')}:{value}" for key, value in zero.items())])
@@ -118,7 +117,7 @@ def small_buckets(base: str, **zero: Any) -> dict[str, Any]:
 ALONE = {"none": TRAINER, "fsdp": FSDP}  # without DeepSpeed
 BUCKETS = {"reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000}
 ZERO1, ZERO2 = small_buckets("zero1", **BUCKETS), small_buckets("zero2", **BUCKETS)
-# Among these, for each model, the plan is to choose the fastest.
+# For each model, the plan should choose the fastest of these.
 CHOICES = ("none", ZERO1, ZERO2, "zero3")
 PROBLEMS: list[list[Case]] = [
     *([Case(model, layout, {}) for layout in CHOICES]
@@ -172,7 +171,7 @@ CASES = [
 
 
 def measure(case: Case, folder: Path) -> None:
-    """One real launch; its figures, or the reason why there are none, end in `folder`."""
+    """One real launch; writes its figures, or its log, to `folder`."""
     place = (folder / case.name).resolve()
     if (place / "rank-0.json").is_file():
         return
@@ -200,7 +199,7 @@ def measure(case: Case, folder: Path) -> None:
 
 
 def job_of(case: Case) -> Job:
-    """What `finetune plan` would be told of it."""
+    """The job as `finetune plan` would get it."""
     model = model_of(MODELS[case.model], case.model, HEADS.get(case.model))
     named = case.deepspeed if isinstance(case.deepspeed, str) else case.deepspeed["config"]
     config = (
@@ -240,8 +239,8 @@ def job_of(case: Case) -> Job:
 
 @dataclass(frozen=True)
 class Row:
-    """Bytes of the fullest rank and seconds of a step. `estimator`: DeepSpeed's, of model states alone; None where it
-    has none. `rule`: 16 bytes a parameter."""
+    """Bytes of the fullest rank and seconds per step. `estimator`: DeepSpeed's, of model states only; None where it has
+    none. `rule`: 16 bytes per parameter."""
 
     name: str
     resident: tuple[int, int]  # planned, measured
@@ -256,7 +255,7 @@ class Row:
 
 
 def compare(case: Case, folder: Path, machine: Machine) -> Row | None:
-    """None where it was not measured."""
+    """The row of a configuration; None if it was not measured."""
     files = [folder / case.name / f"rank-{rank}.json" for rank in range(case.ranks)]
     if not all(file.is_file() for file in files):
         return None
@@ -276,7 +275,7 @@ def compare(case: Case, folder: Path, machine: Machine) -> Row | None:
 
 
 def _estimator(job: Job) -> int | None:
-    """deepspeed.runtime.zero's, which also prints; device and host together, as on a CPU."""
+    """The estimate of deepspeed.runtime.zero, which also prints; device plus host, as on a CPU."""
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
@@ -295,10 +294,11 @@ def _estimator(job: Job) -> int | None:
 
 
 def report(found: dict[str, Any]) -> str:
-    """A Markdown page: what came out, and each row."""
+    """The page in Markdown: a summary, and each row."""
     rows = [Row(**row) for row in found["rows"]]
-    head = ["configuration", "resident MiB planned", "measured", "error", "peak MiB planned", "measured", "error",
-            "DeepSpeed's estimate", "16 bytes", "step s planned", "measured", "error"]  # fmt: skip
+    head = ["configuration", "resident MiB, planned", "measured", "error", "peak MiB, planned", "measured", "error",
+            "error of DeepSpeed's estimator", "error of 16 bytes per parameter", "step s, planned", "measured",
+            "error"]  # fmt: skip
     lines = [
         INTRODUCTION.format(**found),
         *_summary(rows),
@@ -317,11 +317,11 @@ def report(found: dict[str, Any]) -> str:
 
 
 def picture(found: dict[str, Any]) -> Picture:
-    """Each configuration's peak as planned, and by two rules, over the measured one: right on the line."""
+    """Each configuration's planned peak, and that of two rules, over the measured one; on the line, they are equal."""
     rows = [Row(**row) for row in found["rows"]]
     kinds = {
-        "16 bytes a parameter (states alone)": (MUTED, [(row.peak[1], row.rule) for row in rows]),
-        "DeepSpeed's estimator (states alone)": (
+        "16 bytes per parameter (states only)": (MUTED, [(row.peak[1], row.rule) for row in rows]),
+        "DeepSpeed's estimator (states only)": (
             LIMIT,
             [(row.peak[1], row.estimator) for row in rows if row.estimator is not None],
         ),
@@ -329,7 +329,7 @@ def picture(found: dict[str, Any]) -> Picture:
     }
     sizes = [size / 2**20 for _, pairs in kinds.values() for pair in pairs for size in pair]
     low, high = min(sizes) * 0.8, max(sizes) * 1.25
-    drawn = Picture(f"Peak memory of {len(rows)} runs, planned beside measured", _summary(rows)[1].lstrip("- "), WIDE)
+    drawn = Picture(f"Peak memory of {len(rows)} runs, planned over measured", _summary(rows)[1].lstrip("- "), WIDE)
     y = drawn.legend([(name, colour) for name, (colour, _) in kinds.items()], 0) + 10
     across, up = Scale(low, high, 52, WIDE - 10, is_log=True), Scale(low, high, y + 320, y, is_log=True)
     ticks_left(drawn, up, across, "MiB planned")
@@ -355,21 +355,21 @@ def _summary(rows: list[Row]) -> list[str]:
         ranked = sorted(abs(error) for error in errors)
         p95 = ranked[min(len(ranked) - 1, int(0.95 * len(ranked)))]
         median, worst = statistics.median(ranked), ranked[-1]
-        return f"- {name}: median {median:.2%}, p95 {p95:.2%}, worst {worst:.2%}, of {len(ranked)}"
+        return f"- {name}: median {median:.2%}, p95 {p95:.2%}, worst {worst:.2%}, over {len(ranked)} runs"
 
     estimated = [row for row in rows if row.estimator is not None]
     return [
-        line("resident, planned against measured", [row.error(row.resident) for row in rows]),
-        line("peak, planned against measured", [row.error(row.peak) for row in rows]),
-        line("peak, DeepSpeed's estimator against measured", [row.estimator / row.peak[1] - 1 for row in estimated]),  # type: ignore[operator]
-        line("peak, 16 bytes a parameter against measured", [row.rule / row.peak[1] - 1 for row in rows]),
-        line("step time, planned against measured", [row.error(row.seconds) for row in rows]),
+        line("error of planned resident memory", [row.error(row.resident) for row in rows]),
+        line("error of planned peak memory", [row.error(row.peak) for row in rows]),
+        line("error of DeepSpeed's estimator for the peak", [row.estimator / row.peak[1] - 1 for row in estimated]),  # type: ignore[operator]
+        line("error of 16 bytes per parameter for the peak", [row.rule / row.peak[1] - 1 for row in rows]),
+        line("error of planned step time", [row.error(row.seconds) for row in rows]),
         _choices({row.name: row for row in rows}),
     ]
 
 
 def _choices(rows: dict[str, Row]) -> str:
-    """How often the layout that is planned to be the fastest is, within 5%, the fastest measured."""
+    """How often the layout with the fastest plan is also, within 5%, the fastest as measured."""
     found = []
     for problem in PROBLEMS:
         known = [rows[case.name] for case in problem if case.name in rows]
@@ -378,7 +378,8 @@ def _choices(rows: dict[str, Row]) -> str:
             found.append((chosen.seconds[1] / min(row.seconds[1] for row in known), chosen.name))
     good = sum(ratio <= 1.05 for ratio, _ in found)
     ratio, name = max(found, default=(1.0, "-"))
-    return f"- choice among layouts: within 5% of the best in {good} of {len(found)}; worst {ratio:.2f}x ({name})"
+    chosen = f"- layout with the fastest plan: within 5% of the fastest measured in {good} of {len(found)} cases"
+    return f"{chosen}; worst: {ratio:.2f}x ({name})"
 
 
 def main() -> None:
@@ -387,7 +388,7 @@ def main() -> None:
     parser.add_argument("--compare", type=Path)
     parser.add_argument("--machine", default="cpu", help="a profile that `finetune plan --calibrate` wrote")
     parser.add_argument("--only", default="")
-    parser.add_argument("--bytes", action="store_true", help="compare these alone: seconds want a quiet machine")
+    parser.add_argument("--bytes", action="store_true", help="compare only bytes: seconds need a quiet machine")
     asked = parser.parse_args()
     cases = [case for case in CASES if asked.only in case.name]
     for case in cases if asked.measure else ():

@@ -1,9 +1,9 @@
-"""What others measured on GPUs and published, beside what `finetune plan` says:
+"""Published measurements on GPUs, compared with `finetune plan`:
 
     python benchmarks/plan_public.py
 
-Prints the page docs/results/plan_public.md from docs/results/plan_public.json, which has the published figures alone.
-Every plan is made anew.
+Prints the page docs/results/plan_public.md from docs/results/plan_public.json, which has only the published figures.
+Every plan is computed anew.
 """
 
 from __future__ import annotations
@@ -29,43 +29,44 @@ FP16_BYTES = 2
 EVERY_ROW = {"deepspeed": "none", "use_peft": True, "gradient_checkpointing": True, "loss_chunk_tokens": 0,
             "recipe": "causal_lm", "gpus_per_node": 1, "global_batch_size": 0, "search": False}  # fmt: skip
 
-HEAD = """# Planned beside what others measured
+HEAD = """# Plans compared with published measurements
 
 `python benchmarks/plan_public.py`
 
-The figures of seven publications, which nobody here measured, beside what `finetune plan` says of the same run with
-`--loss_chunk_tokens 0`, since all computed all logits at once. No row was changed, or left out for its error.
+Figures from seven publications, compared with what `finetune plan` says about the same run. We measured none of them
+ourselves. Plans use `--loss_chunk_tokens 0`, because all publications compute all logits at once. No row was changed,
+or excluded because of its error.
 
 # Memory
 
 ## Allocator peaks on a T4
 
-Source: fitcheck-llm 0.3.1 (its source distribution on PyPI, data/measurements; MIT), a bare loop over a peft model:
-LoRA of rank 32 on the projections of attention, fp16, AdamW, torch 2.10 and 2.14, one run each; repeats of four of them
-were equal to the bit. Its script holds the model's output during the backward pass, which the Trainer does not: one
-fp16 tensor of logits is added to the plan. Its 4-bit rows are left out: peft's `prepare_model_for_kbit_training` keeps
-embeddings, head and norms in fp32 there, and our recipe does not.
+Source: fitcheck-llm 0.3.1 (its source distribution on PyPI, data/measurements; MIT). It runs a bare loop over a peft
+model: LoRA of rank 32 on the attention projections, fp16, AdamW, torch 2.10 and 2.14, one run each. Four runs were
+repeated, with bit-identical results. Unlike the Trainer, its script keeps the model's output during the backward pass,
+so the plan has one fp16 tensor of logits added. Its 4-bit rows are excluded, because peft's
+`prepare_model_for_kbit_training` keeps embeddings, head and norms in fp32, and our recipe does not.
 """
 SECOND = """
 ## A whole device on an A100
 
 Source: the README of QwenLM/Qwen ("Profiling of Memory and Speed"): LoRA of rank 64 on every linear layer of the first
-Qwen, bf16, flash attention, batches of one sample, on an A100 of 80 GB. It does not say how it measured; taken here as
-GiB of the device, so the plan has the CUDA context and the allocator's loss of the machine's profile added. The
-model of 1.8 billion parameters lies further off than the others at every length but the longest, which the publication
-does not explain. Its rows with trained embeddings are left out: it trained them in bf16, and peft now makes
-them fp32.
+Qwen, bf16, flash attention, batches of one sample, on an A100 with 80 GB. The README does not say how it measured. We
+take its figures as GiB of device memory, so the plan adds the CUDA context and the allocator overhead of the machine's
+profile. The model with 1.8 billion parameters is further off than the others at every length but the longest; the
+publication does not explain why. Rows with trained embeddings are excluded: the authors trained them in bf16, and peft
+now makes them fp32.
 """
 THIRD = """
 ## Whole devices under ZeRO-3
 
-Source: the same table, full fine-tuning and LoRA of rank 64 with gradient checkpointing, GiB of all GPUs together. Its
-stack of 2023 held more than the plan has, which neither the publication nor DeepSpeed's code of today explains.
+Source: the same table; full fine-tuning and LoRA of rank 64 with gradient checkpointing, in GiB over all GPUs. Its
+software from 2023 used more memory than planned. Neither the publication nor DeepSpeed's current code explains why.
 """
 
 
 def planned_bytes(model: dict[str, Any], gpu: str, **flags: Any) -> tuple[float, float]:
-    """Peaks of the backward and of the forward pass; there is no evaluation in what was measured."""
+    """Peaks of the backward and of the forward pass; the measurements include no evaluation."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps({**model, "max_position_embeddings": 32768}))
         peaks = plan(folder, gpu=gpu, **EVERY_ROW, **flags).to_dict()["ranks"][0]["peaks"]
@@ -96,7 +97,7 @@ def on_a100(row: dict[str, Any], model: dict[str, Any]) -> float:
 
 def summary(errors: list[float]) -> str:
     sizes = sorted(abs(error) for error in errors)
-    return f"- median {statistics.median(sizes):.1%}, worst {sizes[-1]:.1%}, of {len(sizes)}"
+    return f"Absolute error: median {statistics.median(sizes):.1%}, worst {sizes[-1]:.1%}, over {len(sizes)} rows."
 
 
 def page(data: dict[str, Any]) -> str:
@@ -104,7 +105,7 @@ def page(data: dict[str, Any]) -> str:
     first = [(row, on_t4(row, models[row["model"]])) for row in data["t4"]]
     second = [(row, on_a100(row, models[row["model"]])) for row in data["a100"]]
     errors = [planned / row["mib"] - 1 for row, planned in first]
-    lines = [HEAD, summary(errors), "", "| model | attention | samples x tokens | measured MiB | planned | error |"]
+    lines = [HEAD, summary(errors), "", "| model | attention | samples x tokens | measured MiB | planned MiB | error |"]
     lines += ["|---|---|---|---|---|---|"]
     lines += [
         f"| {row['model']} | {row['attention']} | {row['batch']} x {row['tokens']} | {row['mib']:.0f} | {planned:.0f} "
@@ -112,7 +113,7 @@ def page(data: dict[str, Any]) -> str:
         for (row, planned), error in zip(first, errors, strict=True)
     ]
     errors = [planned / row["gib"] - 1 for row, planned in second]
-    lines += [SECOND, summary(errors), "", "| model | tokens | measured GiB | planned | error |"]
+    lines += [SECOND, summary(errors), "", "| model | tokens | measured GiB | planned GiB | error |"]
     lines += ["|---|---|---|---|---|"]
     lines += [
         f"| {row['model']} | {row['tokens']} | {row['gib']:.1f} | {planned:.1f} | {error:+.0%} |"
@@ -120,7 +121,12 @@ def page(data: dict[str, Any]) -> str:
     ]
     third = [(row, plan_speed.device_gb(row, models, step_peak)) for row in data["qwen_zero3"]]
     errors = [planned / row["gb"] - 1 for row, planned in third]
-    lines += [THIRD, summary(errors), "", "| model | GPUs | tuned | tokens | measured GiB | planned | error |"]
+    lines += [
+        THIRD,
+        summary(errors),
+        "",
+        "| model | GPUs | fine-tuning | tokens | measured GiB | planned GiB | error |",
+    ]
     lines += ["|---|---|---|---|---|---|---|"]
     lines += [
         f"| {row['model']} | {row['gpus']} | {'LoRA' if row['lora'] else 'full'} | {row['tokens']} | {row['gb']:.1f} "
@@ -131,7 +137,7 @@ def page(data: dict[str, Any]) -> str:
 
 
 def step_peak(job: Job, machine: Machine) -> int:
-    """Bytes; nothing was evaluated."""
+    """The peak of a step in bytes, without evaluation."""
     return plan_memory(job, machine).peak.bytes
 
 

@@ -1,5 +1,5 @@
-"""Published training speeds beside what `finetune plan` says: the second half of docs/results/plan_public.md, which
-plan_public.py prints. Every plan is made anew; a row of the data has published figures alone.
+"""Published training speeds, compared with `finetune plan`: the second half of docs/results/plan_public.md, which
+plan_public.py prints. Every plan is computed anew; the data has only the published figures.
 """
 
 from __future__ import annotations
@@ -20,60 +20,62 @@ from finetune.plan.values import Lora
 from finetune.plan.zero import Zero
 
 EVERY_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# Of MPT: layers, width and heads (llm-foundry, scripts/train/yamls/pretrain). GPT-2's operators with torch's GELU, but
-# for biases, which it has not.
+# MPT's layers, width and heads (llm-foundry, scripts/train/yamls/pretrain). Its operators are GPT-2's with torch's
+# GELU, without biases.
 MPT = {"125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 12), "1b": (24, 2048, 16),
        "3b": (32, 2560, 20), "7b": (32, 4096, 32), "13b": (40, 5120, 40), "30b": (48, 7168, 56),
        "70b": (80, 8192, 64)}  # fmt: skip
 NO_DROPOUT = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
-# FlashAttention in Triton, which FlashAttention-2 is 1.3 to 2.5 times as fast as (arXiv 2307.08691, section 4.1):
-# half of its shares of the peak.
+# FlashAttention in Triton: half of FlashAttention-2's shares of the peak, which is 1.3 to 2.5 times as fast (arXiv
+# 2307.08691, section 4.1).
 TRITON = {"A100": {"forward": 0.365, "backward": 0.315}, "H100": {"forward": 0.18, "backward": 0.16}}
-LOW = 2048  # tokens, up to which samples count as short
+LOW = 2048  # tokens up to which samples count as short
 
 HEAD = """
 # Speed
 
-A row is "used" where a constant of the planner was taken from it; all others are kept back. Three constants were taken
-so: `SUSTAINED` in `finetune/plan/kernels.py` (eight A100-80GB at 2,048 tokens, llm-foundry), the products of Hopper in
-`finetune/plan/machines/` (H100-80GB at 2,048 tokens, llm-foundry), and the seconds of a launch (the first Qwen, full
-fine-tuning under ZeRO-3 up to 1,024 tokens). The others had been seen when these were chosen, so this is no blind test.
-An error above zero means that the plan is faster than what was published.
+A row is "used" if a constant of the planner was fitted to it; all others are held out. Three constants were fitted:
+`SUSTAINED` in `finetune/plan/kernels.py` (eight A100-80GB at 2,048 tokens, llm-foundry), the rates of Hopper's matrix
+products in `finetune/plan/machines/` (H100-80GB at 2,048 tokens, llm-foundry), and the seconds per kernel launch (the
+first Qwen, full fine-tuning under ZeRO-3 up to 1,024 tokens). We had seen the held-out rows when we chose them, so this
+is not a blind test. A positive error means that the plan is faster than the published speed.
 """
 SOURCES = """
-Left out, since a plan does not count it: `torch.compile`, FP8, tensor, context and expert parallelism, selective
-checkpointing (torchtitan's H100 rows, at 500 W a GPU), runs that do not say how long their samples are (LitGPT).
-Also left out are torchtune's rows on an A6000: 4,699 tokens/s of an 8B model are 226 TFLOP/s, on a chip with 155. No
-row is of a V100, a consumer card or a chip of AMD: nothing was found that says enough.
+Excluded, because a plan does not model it: `torch.compile`, FP8, tensor, context and expert parallelism, selective
+checkpointing (torchtitan's H100 rows, at 500 W per GPU), and runs that do not state the length of their samples
+(LitGPT). Also excluded are torchtune's rows on an A6000: 4,699 tokens/s with an 8B model are 226 TFLOP/s, on a chip
+with 155. There are no rows for a V100, a consumer card or an AMD chip, because we found no sufficiently detailed
+source.
 
 ## Many layouts
 
-All on A100s of 80 GB in bf16.
+All rows are for A100s with 80 GB in bf16. The batch is micro-batch x accumulation steps.
 
-- Qwen: QwenLM/Qwen, README, "Profiling of Memory and Speed": seconds an iteration of 8 micro-batches of one sample,
-  flash attention 2, gradient checkpointing. ZeRO-3 as our `zero3` has it is assumed.
-- ATorch: intelligent-machine-learning/dlrover, atorch/examples/llama2, README, "Performance": hardware TFLOP/s, turned
-  into tokens by its own `compute_llama2_training_flops`; blocks of 4,096 tokens by its launch script. Its column of
-  memory is left out: it lies 19 GB above the plan at any number of GPUs, which the publication does not explain.
+- Qwen: QwenLM/Qwen, README, "Profiling of Memory and Speed": seconds per iteration of 8 micro-batches of one sample,
+  flash attention 2, gradient checkpointing. We assume ZeRO-3 with the settings of our `zero3`.
+- ATorch: intelligent-machine-learning/dlrover, atorch/examples/llama2, README, "Performance": hardware TFLOP/s,
+  converted to tokens with its own `compute_llama2_training_flops`; blocks of 4,096 tokens, according to its launch
+  script. Its memory column is excluded: it is 19 GB above the plan for any number of GPUs, which the publication does
+  not explain.
 - fms-fsdp: foundation-model-stack/fms-fsdp, README, 4,096 tokens on 128 GPUs. Its 7b and 13b shard within a node and
-  copy between nodes, which no plan has: FSDP over all ranks is assumed.
-- torchtitan: pytorch/torchtitan, docs/performance.md of 2024, FSDP2; no `torch.compile` is assumed.
+  replicate across nodes, which plans do not support: we assume FSDP over all ranks.
+- torchtitan: pytorch/torchtitan, docs/performance.md of 2024, FSDP2; we assume no `torch.compile`.
 - torchtune: meta-pytorch/torchtune, README, "Optimization flags", the row with a packed data set. Its optimizer works
-  in bf16, and the size of its A100 is assumed.
+  in bf16; the size of its A100 is an assumption.
 """
 FOUNDRY = """
 ## llm-foundry
 
-mosaicml/llm-foundry, scripts/train/benchmarking/README.md, every row in bf16: MPT from 125 million to 70 billion
-parameters under FSDP, planned as GPT-2 of the same shape. Attention is a Triton kernel of 2023 there, here at half the
-speed of FlashAttention-2, whose paper finds itself 1.3 to 2.5 times as fast. Some rows are out of line with
-their own neighbours: 760m on A100-80GB at 512 and 1,024 tokens, 1b on 32 A100-40GB.
+mosaicml/llm-foundry, scripts/train/benchmarking/README.md, every row in bf16: MPT with 125 million to 70 billion
+parameters under FSDP, planned as GPT-2 with the same shape. It uses a Triton attention kernel from 2023, which we plan
+at half the speed of FlashAttention-2; the paper of the latter claims 1.3 to 2.5 times the speed. Some rows are
+inconsistent with their neighbors: 760m on A100-80GB at 512 and 1,024 tokens, and 1b on 32 A100-40GB.
 """
 
 
 @dataclass(frozen=True)
 class Speed:
-    """`error`: how much faster the plan is than what was published. `used`: a constant was taken from it."""
+    """`error`: how much faster the plan is than the published speed. `used`: a constant was fitted to the row."""
 
     cells: tuple[str, ...]
     error: float
@@ -144,14 +146,14 @@ def job_of(row: dict[str, Any], models: dict[str, Any]) -> Job:
 def hardware_flops(
     tokens: int, layers: int = 32, width: int = 4096, inner: int = 11008, vocabulary: int = 32000
 ) -> float:
-    """Of a token of Llama-2-7b with checkpointing, as ATorch counts them: attention without a mask, blocks four times
-    forward's FLOPs, the head three times."""
+    """FLOPs per token of Llama-2-7b with checkpointing, as ATorch counts them: attention without a mask, four times the
+    forward FLOPs for blocks, three times for the head."""
     block = 8 * width**2 + 4 * tokens * width + 6 * width * inner
     return 4 * layers * block + 3 * 2 * width * vocabulary
 
 
 def device_gb(row: dict[str, Any], models: dict[str, Any], peak: Any) -> float:
-    """GB of all devices, of the context and of what is lost between blocks, too."""
+    """GB of all devices, with their contexts and allocator overhead."""
     machine: Machine = find_machine("A100-80GB")
     job = job_of({**row, "gpus_per_node": row["gpus"]}, models)
     return row["gpus"] * (peak(job, machine) / (1 - machine.fragmentation) + machine.context_bytes) / 2**30
@@ -165,7 +167,7 @@ def summary(rows: Iterable[Speed], words: str) -> str:
 
 
 def speeds(data: dict[str, Any]) -> tuple[list[Speed], list[Speed]]:
-    """Of many layouts, and of llm-foundry."""
+    """The rows of many layouts, and those of llm-foundry."""
     others = [other(row, data["models"]) for row in data["speed"]]
     return others, [of_foundry(row) for row in data["llm_foundry"]]
 
@@ -175,19 +177,20 @@ def page(data: dict[str, Any]) -> Iterator[str]:
     rows = [*others, *foundry]
     kept = [row for row in rows if not row.used]
     yield HEAD
-    yield "| rows | of them | median error, either way | median error | worst |"
+    yield "| rows | count | median absolute error | median error | worst error |"
     yield "|---|---|---|---|---|"
     yield summary((row for row in rows if row.used), "used")
-    yield summary(kept, "kept back")
-    yield summary((row for row in kept if row in others), "kept back, other than llm-foundry's")
+    yield summary(kept, "held out")
+    yield summary((row for row in kept if row in others), "held out, without llm-foundry")
     for kind in sorted({row.kind for row in kept}):
-        yield summary((row for row in kept if row.kind == kind), f"kept back, {kind}")
+        yield summary((row for row in kept if row.kind == kind), f"held out, {kind}")
+    published = "published tokens/s per GPU"
     yield SOURCES
-    yield "| source | model | layout | GPUs | tokens | batch | checkpointing | tokens/s a GPU | planned | error |"
+    yield f"| source | model | layout | GPUs | tokens | batch | checkpointing | {published} | planned | error |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     yield from map(_line, others)
     yield FOUNDRY
-    yield "| GPU | model | tokens | GPUs | batch | checkpointing | tokens/s a GPU | planned | error |"
+    yield f"| GPU | model | tokens | GPUs | batch | checkpointing | {published} | planned | error |"
     yield "|---|---|---|---|---|---|---|---|---|"
     yield from map(_line, foundry)
 

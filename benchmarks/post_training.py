@@ -1,12 +1,12 @@
-"""Tokens a second and peak memory of recipes/causal_lm.py on chats, beside TRL's SFTTrainer: the same model, chats,
-blocks, batch and threads, in full and by LoRA.
+"""Tokens per second and peak memory of recipes/causal_lm.py on chats, compared with TRL's SFTTrainer: the same model,
+chats, blocks, batch size and threads, with full fine-tuning and LoRA.
 
     python benchmarks/post_training.py                                     # two CPU cores, about twelve minutes
     python benchmarks/post_training.py --shape 8b --batch 1 --block_size 2048 --bf16 --kinds lora    # a GPU of 80 GB
 
-How turns and memory are counted, peers.py says. Without --model a Llama of 4 layers and 256 dimensions is made, with a
-BPE of 8,192 tokens trained on Python's reference manual: as many tokens for each dimension as Llama-3-8B has. With
---shape 8b it is a model as large as that one, in bf16, with random weights and the same BPE.
+See peers.py for how rounds and memory are measured. Without --model, the script creates a Llama with 4 layers and 256
+dimensions, and a BPE tokenizer of 8,192 tokens trained on Python's reference manual: as many tokens per dimension as
+Llama-3-8B. With --shape 8b the model is as large as that one, in bf16, with random weights and the same tokenizer.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from releases import in_words, versions
 
 REPO = Path(__file__).resolve().parents[1]
 OUT = REPO / "docs" / "results" / "post_training.json"
-CHATS, WORDS_MEDIAN, WORDS_SIGMA = 2000, 60, 0.9  # answers of chats are log-normal, from a line to pages
-# The markers are TRL's way to tell what the assistant said; the recipe reads them, too.
+CHATS, WORDS_MEDIAN, WORDS_SIGMA = 2000, 60, 0.9  # lengths of answers are log-normal, from a line to pages
+# The generation markers tell TRL what the assistant said; the recipe reads them, too.
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n"
     "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n"
@@ -43,8 +43,9 @@ SHAPES: dict[str, dict[str, Any]] = {
            "num_key_value_heads": 8, "max_position_embeddings": 8192, "vocab_size": 128_256},
 }  # fmt: skip
 NAMES = {"small": "A Llama of 4 layers, 256 dimensions and 8,192 tokens", "8b": "A Llama of Llama-3-8B's shape"}
-NOT_SHOWN = """ What it does not show: a GPU, where flash attention
-and fused kernels change both; and models whose vocabulary is small beside their width."""
+NOT_SHOWN = """
+What this does not show: a GPU, where flash attention and fused kernels change both figures; and models whose vocabulary
+is small relative to their width."""
 PEERS = {"TRL": "nll", "TRL, its chunked loss": "chunked_nll"}
 IMPORTS = {  # what each peer imports before it reads a row
     OURS: "torch, transformers, datasets, accelerate, peft, finetune.training.chapters, finetune.training.start",
@@ -78,7 +79,7 @@ def make_model(folder: Path, shape: str = "small") -> None:
 
 
 def make_chats(path: Path) -> None:
-    """Turns of real English whose lengths spread as those of people's chats do."""
+    """Turns of real English, with lengths distributed as in real chats."""
     from pydoc_data.topics import topics
 
     words = " ".join(topics.values()).split()
@@ -124,30 +125,27 @@ class Bench:
 def render(found: dict[str, Any]) -> str:
     setting = found["setting"]
     lines = [
-        "# Chats: the recipe beside TRL",
+        "# Fine-tuning on chats: the recipe compared with TRL",
         "",
         f"`{setting['command']}`, {setting['machine']}; {setting['versions']}.",
-        f"{setting['model']}; blocks of {setting['block_size']} tokens, {setting['batch']} a step,",
-        f"{setting['steps']} steps a process, without the first {WARMUP_STEPS}; {len(found['turns'])} turns.",
-        "The loss is over the assistant's tokens. TRL runs without gradient checkpointing, its faster way.",
+        f"{setting['model']}; blocks of {setting['block_size']} tokens, {setting['batch']} per step,",
+        f"{setting['steps']} steps per process, excluding the first {WARMUP_STEPS}; {len(found['turns'])} interleaved",
+        "rounds: medians, with the range in parentheses. The loss is over the assistant's tokens. TRL runs without",
+        "gradient checkpointing, which is faster. Ratios are ours divided by the peer's, within one round.",
         "",
-        "| run | tokens/s | peak above the imports, MiB | ours / it: tokens/s | ours / it: memory |",
+        "| run | tokens/s | peak memory above imports, MiB | ratio, tokens/s | ratio, memory |",
         "|---|---|---|---|---|",
     ]
     for kind in found["turns"][0]:
         lines += [row.replace("| ", f"| {kind}: ", 1) for row in rows_of([turn[kind] for turn in found["turns"]], {})]
-    lines += [
-        "",
-        "Medians, with the smallest and the largest in brackets." + ("" if setting["on_gpu"] else NOT_SHOWN),
-        "",
-    ]
+    lines += [*([] if setting["on_gpu"] else [NOT_SHOWN]), ""]
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="folder; default: a small Llama made here")
-    parser.add_argument("--shape", default="small", choices=list(SHAPES), help="of the model that is made")
+    parser.add_argument("--model", help="folder (default: a small Llama created here)")
+    parser.add_argument("--shape", default="small", choices=list(SHAPES), help="of the model created here")
     parser.add_argument("--kinds", nargs="*", default=["full", "lora"], choices=["full", "lora"])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=15)

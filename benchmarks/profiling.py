@@ -1,10 +1,10 @@
-"""What a step's time goes into: GPT-lite `tiny` on two CPU ranks under DDP, ZeRO-2, ZeRO-3 and as a pipeline.
+"""Where a step's time goes: GPT-lite `tiny` on two CPU ranks under DDP, ZeRO-2, ZeRO-3 and as a pipeline.
 
     python benchmarks/profiling.py                      # about three minutes on two CPU cores
-    python benchmarks/profiling.py --layouts zero2      # one alone; the others' figures are kept
+    python benchmarks/profiling.py --layouts zero2      # one layout only; keeps the others' figures
 
-Every layout trains the same 32 blocks a step, by its recipe with --profile 5. Writes docs/results/profiling.md and
-.json, and profile.png, the picture of ZeRO-2, beside them; the traces stay in --folder.
+Every layout trains on the same 32 blocks per step, with its recipe and --profile 5. Writes docs/results/profiling.md
+and .json, and the plot of ZeRO-2, profile.png; the traces stay in --folder.
 """
 
 import argparse
@@ -32,8 +32,8 @@ COMMON = (
     "--do_eval False --bf16 False --sample_tokens 0 --overwrite_output_dir True"
 )
 PICTURED = "zero2"
-BUSY = "Other programs ran on these cores at the time: shares, not speeds."
-QUIET = 0.5  # a load below which nothing else is said to run
+BUSY = "Other programs were running on these cores: the shares are meaningful, the absolute times are not."
+QUIET = 0.5  # a load average below which the machine counts as idle
 
 
 def profiled(layout: str, folder: Path) -> dict:
@@ -56,7 +56,7 @@ def page(results: dict) -> str:
     lines = [
         "# Where a step's time goes",
         "",
-        f"{results['machine']}. Made by `python benchmarks/profiling.py`. Means of 5 traced steps and 2 ranks, ms.",
+        f"{results['machine']}. Made by `python benchmarks/profiling.py`. Means of 5 traced steps and 2 ranks, in ms.",
         *([BUSY] if results["busy"] else []),
         "",
         f"| layout | {' | '.join(parts)} | step | untraced step | traced / untraced |",
@@ -71,7 +71,7 @@ def page(results: dict) -> str:
         lines.append(
             f"| {layout} | {' | '.join(cells)} | {traced * 1e3:.0f} | {untraced * 1e3:.0f} | {traced / untraced:.2f} |"
         )
-    lines += ["", "What was under way, calls and ms a step of rank 0, hidden behind a computation or not:", ""]
+    lines += ["", "Transfers of rank 0, in calls and ms per step, whether overlapped with computation or not:", ""]
     lines += ["| layout | transfer | calls | ms |", "|---|---|---:|---:|"]
     for layout, summary in found.items():
         steps = summary["ranks"][0]["steps"]
@@ -79,7 +79,7 @@ def page(results: dict) -> str:
             of = [step["transfers"].get(name, {"calls": 0, "nanoseconds": 0}) for step in steps]
             calls, took = (sum(one[what] for one in of) / len(of) for what in ("calls", "nanoseconds"))
             lines.append(f"| {layout} | {name} | {calls:.1f} | {took / 1e6:.1f} |")
-    lines += ["", f"![{PICTURED} in time and by part](profile.png)"]
+    lines += ["", f"![Step time of {PICTURED} by part](profile.png)"]
     return "\n".join(lines) + "\n"
 
 

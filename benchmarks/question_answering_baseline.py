@@ -1,4 +1,4 @@
-"""How far one comes with the built-in questions without reading: two answers that need no model.
+"""Baselines for the built-in questions: two kinds of answers that need no model.
 
 python benchmarks/question_answering_baseline.py
 """
@@ -14,7 +14,7 @@ WORD = re.compile(r"\w+")
 
 
 def without_reading() -> dict[str, dict[str, float]]:
-    """Exact match and F1 of the line of the function that has the most words of the question, and of its last line."""
+    """Exact match and F1 of the function's line with the most words of the question, and of its last line."""
     rows = function_questions()["validation"]
     truth = [row["answers"]["text"] for row in rows]
     guesses = {

@@ -1,4 +1,4 @@
-"""The releases that a figure was measured with."""
+"""The package releases that were used for a measurement."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ def versions() -> dict[str, str]:
 
 
 def in_words(found: Mapping[str, str]) -> str:
-    """As the pages of docs/results/ say them."""
+    """As text, for the pages of docs/results/."""
     return ", ".join(f"{name} {number}" for name, number in found.items())

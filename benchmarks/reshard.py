@@ -1,11 +1,10 @@
-r"""Going on with another number of ranks, ZeRO stage or engine: how far losses and gradient norms are from the run that
-was not cut, what moving costs, and what the stock Trainer and DeepSpeed do in the same place.
+r"""Resuming with another number of ranks, ZeRO stage or engine: how far losses and gradient norms are from those of the
+uninterrupted run, what the conversion costs, and what the stock Trainer and DeepSpeed do in the same situation.
 
     python benchmarks/reshard.py --folder runs/reshard
-    python benchmarks/reshard.py --folder runs/reshard --parts uncut one      # some of it; what is there is kept
+    python benchmarks/reshard.py --folder runs/reshard --parts uncut one      # some parts; keeps existing runs
 
-None of these parts takes more than four minutes on two cores. Writes docs/results/reshard.json, of
-which benchmarks/pages.py makes the page.
+No part takes more than four minutes on two cores. Writes docs/results/reshard.json; benchmarks/pages.py makes the page.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO / "tests"))
 from warm_ranks import WarmRanks  # noqa: E402  (the ranks of the tests, which have imported the stack already)
 
-SECONDS = 200.0  # that a run may take
+SECONDS = 200.0  # time limit of a run
 OUT = REPO / "docs" / "results" / "reshard.json"
 FIRST, SECOND, LAST = 6, 12, 18  # steps: two checkpoints, and the end
 GLOBAL_BATCH, MICRO_BATCH = 16, 2
@@ -45,7 +44,7 @@ TINY = {
     "save_total_limit": 10,
     "do_eval": False,
     "bf16": False,
-    "learning_rate": 3e-3,  # at a higher one runs drift apart by rounding alone
+    "learning_rate": 3e-3,  # at a higher rate, rounding alone makes runs diverge
     "warmup_steps": 2,
     "weight_decay": 0.1,
     "sample_tokens": 0,
@@ -55,7 +54,7 @@ TINY = {
 ENGINES = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "none", "pipe2")
 HALF = ("zero0", "zero2", "zero3", "none")
 WORDS = {"none": "no DeepSpeed", "pipe1": "pipeline, 1 stage", "pipe2": "pipeline, 2 stages"}
-# Of each move: the source's ranks and engine, the ranks and engine that go on, and the precision.
+# For each move: the source's ranks and engine, the ranks and engine that resume, and the precision.
 ONE = [(2, of, 1, to, "fp32") for of in ENGINES for to in ("zero0", "zero1", "zero3", "none")] + [
     *((2, of, 1, "zero2_offload", "fp32") for of in ("zero2", "zero3_offload", "none")),
     *((2, of, 1, "pipe1", "fp32") for of in ("zero2", "zero3", "none", "pipe2")),
@@ -66,13 +65,14 @@ TWO = [
     (2, "zero2", 2, "zero2_offload", "fp32"),
     *((1, of, 2, to, "fp32") for of, to in (("zero1", "zero1"), ("zero3", "zero3"), ("zero3", "zero2"))),
     *((2, of, 2, to, "bf16") for of in HALF for to in HALF if of != to),
-    (2, "zero2", 2, "pipe2", "fp32"),  # last: a pipeline leaves its grid behind in DeepSpeed
+    (2, "zero2", 2, "pipe2", "fp32"),  # last, because a pipeline leaves its grid behind in DeepSpeed
 ]
 FOUR = [(1, "zero1", 4, to, "fp32") for to in ("zero1", "zero2", "zero3", "none", "pipe2")]
 STOCK_ABOUT = """
-The same moves of a GPT-2 of two layers by `benchmarks/stock_reshard.py`: resumed as it stands, and through
+The same moves with a two-layer GPT-2 and the stock stack (`benchmarks/stock_reshard.py`): resumed directly, and through
 `deepspeed.checkpoint.ds_to_universal` and `load_universal`.
 """
+UNMOVED = "as it stands"  # the seconds, in the data, of a checkpoint that needs no conversion
 STOCK = [(1, 1), (1, 2), (1, 3), (3, 1), (3, 2), (3, 3)]  # ZeRO stages
 
 
@@ -85,7 +85,7 @@ def name_of(ranks: int, engine: str, precision: str) -> str:
 
 
 def words(folder: Path, ranks: int, engine: str, precision: str, more: dict[str, Any]) -> list[str]:
-    """The recipe and its flags. A run that goes on leaves the accumulation to the toolkit."""
+    """The recipe and its flags. A resumed run leaves the accumulation to the toolkit."""
     stages = int(engine.removeprefix("pipe")) if engine.startswith("pipe") else 0
     values = {**TINY, "output_dir": folder, "bf16": precision == "bf16"}
     values |= {"pipeline_parallel_size": stages} if stages else {"deepspeed": engine}
@@ -96,7 +96,7 @@ def words(folder: Path, ranks: int, engine: str, precision: str, more: dict[str,
 
 
 def torchrun(ranks: int, *command: str) -> str:
-    """What it printed."""
+    """Run a command under torchrun; what it printed."""
     start = [tool("torchrun"), "--nproc_per_node", str(ranks), "--master_port", port()]
     done = subprocess.run(
         [*start, *command], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
@@ -105,7 +105,7 @@ def torchrun(ranks: int, *command: str) -> str:
 
 
 def launch(ranks: int, runs: list[list[str]]) -> None:
-    """Each run by ranks that have imported the stack already; what it said is in a log beside its folder."""
+    """Launch each run on ranks that have already imported the stack; its output is in a log beside its folder."""
     warm = WarmRanks()
     for words_of in runs:
         folder = Path(words_of[words_of.index("--output_dir") + 1])
@@ -116,7 +116,7 @@ def launch(ranks: int, runs: list[list[str]]) -> None:
 
 
 def uncut(folder: Path) -> None:
-    """The runs of two ranks that are not cut, and one of one rank."""
+    """The uninterrupted runs: those on two ranks, and those on one."""
     wanted = [(2, engine, "bf16") for engine in HALF] + [(2, engine, "fp32") for engine in ENGINES]  # the pipeline last
     for ranks in (2, 1):
         some = [run for run in [*wanted, (1, "zero1", "fp32"), (1, "zero2", "bf16")] if run[0] == ranks]
@@ -130,7 +130,7 @@ def place_of(folder: Path, move: tuple[Any, ...]) -> Path:
 
 
 def source_of(folder: Path, move: tuple[Any, ...]) -> tuple[Path, int]:
-    """The checkpoint that a move goes on from. Those of one rank have come from two: 2 -> 1 -> 2."""
+    """The checkpoint that a move resumes from. One-rank checkpoints come from two ranks: 2 -> 1 -> 2."""
     ranks, engine, to_ranks, _, precision = move
     if ranks == 1 and to_ranks == 2:
         back = place_of(folder, (2, "zero3" if engine == "zero3" else "zero2", 1, engine, precision))
@@ -161,7 +161,7 @@ def apart(found: dict[int, dict[str, float]], truth: dict[int, dict[str, float]]
 
 
 def stock(folder: Path) -> None:
-    """The plain Trainer and DeepSpeed: resume as it stands, then through DeepSpeed's own universal checkpoint."""
+    """The plain Trainer and DeepSpeed: resume directly, then through DeepSpeed's universal checkpoint."""
     script = "benchmarks/stock_reshard.py"
     sources = [{"folder": str(folder / f"stock-{stage}"), "stage": stage} for stage in (1, 3)]
     lines = torchrun(2, script, json.dumps(sources)).splitlines()
@@ -200,7 +200,7 @@ mover.clear()
 
 
 def size(folder: Path) -> None:
-    """Seconds and memory of moving a larger model, beside those of DeepSpeed's converter."""
+    """Seconds and memory of converting a larger model, and those of DeepSpeed's converter."""
     place = folder / "large" / "checkpoint-1"
     if not place.is_dir():
         more = {"config_overrides": LARGE, "max_steps": 1, "save_steps": 1, "gradient_accumulation_steps": 1}
@@ -224,10 +224,10 @@ def size(folder: Path) -> None:
 
 
 def cost_of(place: Path) -> str:
-    """What the log says of a move's seconds."""
+    """The seconds of a conversion, from the run's log."""
     log = place.with_suffix(".log")
     found = re.search(r"resume: moved in ([\d.]+) s", log.read_text(encoding="utf-8")) if log.is_file() else None
-    return found[1] if found else "as it stands"
+    return found[1] if found else UNMOVED
 
 
 def rows(folder: Path, some: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
@@ -269,7 +269,7 @@ def stock_rows(folder: Path) -> list[dict[str, str]]:
 
 
 def noise(folder: Path) -> dict[str, tuple[float, float]]:
-    """What uncut runs of other layouts differ by."""
+    """The differences between uninterrupted runs of different layouts."""
     found = {}
     for precision, engines in (("fp32", ENGINES), ("bf16", HALF)):
         truth = steps_of(folder / name_of(2, "zero2", precision))
@@ -279,7 +279,7 @@ def noise(folder: Path) -> dict[str, tuple[float, float]]:
 
 
 def figures(folder: Path) -> dict[str, Any]:
-    """All that the page says, of a folder of runs."""
+    """All figures of the page, from a folder of runs."""
     found = {
         "date": time.strftime("%Y-%m-%d"),
         "versions": versions(),
@@ -299,39 +299,44 @@ def page(found: dict[str, Any]) -> str:
     noises = (f"{name}: loss {loss:.1e}, gradient norm {norm:.1e}" for name, (loss, norm) in found["noise"].items())
     stack = in_words(found["versions"])
     about = f"""
-`python benchmarks/reshard.py`, {found["date"]}, {stack}: a GPT-lite of two layers, global batch {GLOBAL_BATCH},
-weight decay 0.1 on all but biases and norms, cut at step {FIRST} (2 -> 1 -> 2: again at {SECOND}) and gone on to step
-{LAST}, on CPU ranks over gloo, one run each. Deviations are the largest relative ones of any later step. Uncut runs of
-other layouts differ from the uncut ZeRO-2 run, too, by the order of additions and what bf16 rounds:
-{"; ".join(noises)}.
+`python benchmarks/reshard.py`, {found["date"]}, {stack}: a two-layer GPT-lite, global batch {GLOBAL_BATCH},
+weight decay 0.1 on everything but biases and norms, on CPU ranks over gloo, one run each. The run is interrupted at
+step {FIRST} (2 -> 1 -> 2: again at {SECOND}) and resumes in another layout until step {LAST}. Deviations in loss and
+gradient norm are relative to the uninterrupted run, the largest of all later steps.
+
+Uninterrupted runs in other layouts also deviate from the one under ZeRO-2, because of the order of additions and of
+bf16 rounding: {"; ".join(noises)}.
 """
     lines = [
-        "# Going on in another layout: measured",
+        "# Resuming in another layout: measurements",
         about,
-        "| written by | goes on as | precision | loss | gradient norm | seconds of moving |",
+        "Layouts are given as ranks x engine. A checkpoint that is loaded as it is needs no conversion.",
+        "",
+        "| written by | resumed by | precision | deviation in loss | deviation in gradient norm | seconds to convert |",
         "|---|---|---|---|---|---|",
     ]
     for move in found["moves"]:
+        seconds = "loaded as it is" if move["seconds"] == UNMOVED else move["seconds"]
         deviations = "failed | " if move["apart"] is None else "{:.1e} | {:.1e}".format(*move["apart"])
-        lines.append(f"| {move['of']} | {move['to']} | {move['precision']} | {deviations} | {move['seconds']} |")
+        lines.append(f"| {move['of']} | {move['to']} | {move['precision']} | {deviations} | {seconds} |")
     if "stock" in found:
         lines += [
             "\n## The stock Trainer and DeepSpeed",
             STOCK_ABOUT,
-            "| written by | goes on as | as it stands | universal |",
+            "| written by | resumed by | directly | through a universal checkpoint |",
         ]
         lines += ["|---|---|---|---|", *(f"| {' | '.join(row.values())} |" for row in found["stock"])]
     if "size" in found:
-        lines += ["\n## Size", size_about(**found["size"])]
+        lines += ["\n## Cost of a larger conversion", size_about(**found["size"])]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def size_about(ours: dict[str, float], theirs: dict[str, float]) -> str:
     more = ours["mib_peak"] - ours["mib_before"]
     return f"""
-Moving {ours["bytes"] / 2**20:,.0f} MiB of weights and states (ZeRO-3, two ranks, to ZeRO-1), once, took
-{ours["seconds"]:.1f} s and {more:,.0f} MiB of memory above the {ours["mib_before"]:,.0f} MiB of the imports, mapped
-files included. `ds_to_universal` with one worker took {theirs["seconds"]:.1f} s, imports included, and
+A single conversion of {ours["bytes"] / 2**20:,.0f} MiB of weights and states (ZeRO-3 on two ranks to ZeRO-1) took
+{ours["seconds"]:.1f} s, and {more:,.0f} MiB of memory above the {ours["mib_before"]:,.0f} MiB of the imports, including
+mapped files. `ds_to_universal` with one worker took {theirs["seconds"]:.1f} s, including imports, and
 {theirs["mib_peak"]:,.0f} MiB.
 """
 

@@ -1,14 +1,14 @@
-r"""Is a run that was cut off and resumed bit-equal to one that was not? Cuts every layout at 12 steps and compares.
+r"""Is a run that was interrupted and resumed bit-identical to one that was not? Cuts every layout at 12 steps.
 
-    python benchmarks/resume.py                                    # all of them; goes on where it stopped
+    python benchmarks/resume.py                                    # all of them; continues where it stopped
     python benchmarks/resume.py --runs zero2 pipeline --cuts 5 8   # some of them
-    python benchmarks/resume.py --anew                             # forget what is in the file
+    python benchmarks/resume.py --anew                             # discards the earlier rows
 
-Each run of durability_runs.py trains 13 steps of 5 to an epoch, without a cut and saving at every step; once more
-without saving at all, which tells whether two launches agree; then for each cut from a copy of the folder as it is when
-a kill comes right after that save: a new launch with `--resume auto` has nothing but the checkpoint. Compared are the
-weights (torch.equal), every logged figure that does not tell the time, and the last checkpoint's best metric,
-callbacks' states and random states. A row for each goes to docs/results/resume.jsonl.
+Each run of durability_runs.py trains for 13 steps, 5 per epoch, without a cut and with a save at every step. It trains
+once more without saving, to see whether two launches agree. Then, for each cut, a new launch with `--resume auto`
+starts from a copy of the folder as a kill right after that save would leave it. The comparison covers the weights
+(torch.equal), every logged figure except times, and the last checkpoint's best metric, callback states and random
+states. Writes a row for each to docs/results/resume.jsonl.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ STATE_FIGURES = ("best_metric", "best_global_step", "total_flos", "epoch", "glob
 
 
 def launch(run: Run, folder: Path, cache: Path, **flags: Any) -> str | None:
-    """Run to the end. None, or why it failed; of one that hangs, where each of its processes stood."""
+    """Run to the end. None, or why it failed; for a hanging run, with the stacks of its processes."""
     command = run.command(folder, max_steps=STEPS, **flags)
-    env = {**environment(cache), "PYTHONFAULTHANDLER": "1"}  # SIGABRT has Python print where its threads stand
+    env = {**environment(cache), "PYTHONFAULTHANDLER": "1"}  # on SIGABRT, Python prints the stacks of its threads
     with subprocess.Popen(
         command, cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -62,7 +62,7 @@ def launch(run: Run, folder: Path, cache: Path, **flags: Any) -> str | None:
 
 
 def cut_off(uncut: Path, step: int, folder: Path) -> Path:
-    """`uncut` as it was when a kill came right after the save at `step`: links, for no run writes into a checkpoint."""
+    """`uncut` as a kill right after the save at `step` leaves it. Uses links, because no run writes to a checkpoint."""
     folder.mkdir()
     for path in uncut.iterdir():
         if path.is_file() and path.name in ("recipe.yaml", "environment.json", "metrics.jsonl", "samples.md"):
@@ -76,8 +76,8 @@ def _link(source: str, target: str) -> None:
 
 
 def different_states(one: Path, other: Path) -> list[str]:
-    """What is not the same in the last checkpoints of two runs: figures of the state, and each rank's random state."""
-    import torch  # here, for the pages are made without it
+    """Differences between the last checkpoints of two runs: figures of the state, and each rank's random state."""
+    import torch  # imported here, because pages are rendered without it
 
     ours, theirs = checkpoints(one)[-1], checkpoints(other)[-1]
     if ours.name != theirs.name:
@@ -105,7 +105,7 @@ def compare(one: Path, other: Path, saved: bool) -> dict[str, Any]:
 
 
 def measure(name: str, cuts: list[int], home: Path, done: set[tuple[str, Any]], out: Path) -> None:
-    """A row for each launch that is not there yet."""
+    """Measure each launch that has no row yet."""
     run, uncut = RUNS[name], home / name / "uncut"
     wanted: list[Any] = [cut for cut in ["none", *cuts] if (name, cut) not in done]
     if not wanted:
@@ -117,7 +117,7 @@ def measure(name: str, cuts: list[int], home: Path, done: set[tuple[str, Any]], 
         return
     for cut in wanted:
         began, folder = time.time(), home / name / f"cut{cut}"
-        if cut == "none":  # another launch, which never saves
+        if cut == "none":  # a second uninterrupted launch, which never saves
             problem = launch(run, folder, home / "cache", save_strategy="no")
         else:
             cut_off(uncut, cut, folder)
@@ -132,13 +132,14 @@ def measure(name: str, cuts: list[int], home: Path, done: set[tuple[str, Any]], 
 def note(out: Path, row: dict[str, Any]) -> None:
     with out.open("a") as file:
         file.write(json.dumps({**row, "versions": versions()}) + "\n")
-    print(f"{row['run']:22} {row['cut']!s:>6}  {'bit-equal' if row.get('equal') else json.dumps(row)}", flush=True)
+    print(f"{row['run']:22} {row['cut']!s:>6}  {'bit-identical' if row.get('equal') else json.dumps(row)}", flush=True)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: of each run, how many cuts are bit-equal."""
+    """A Markdown table: for each run, how many cuts are bit-identical."""
     latest = {(row["run"], row["cut"]): row for row in rows if "error" not in row or row["cut"] != "uncut"}
-    lines = ["| run | recipe | ranks | two uncut launches | cuts bit-equal | not |", "|---|---|---|---|---|---|"]
+    lines = ["| run | recipe | ranks | two uninterrupted launches | bit-identical cuts | other cuts, by step |"]
+    lines.append("|---|---|---|---|---|---|")
     for name, run in RUNS.items():
         mine = {cut: row for (of, cut), row in latest.items() if of == name}
         cuts = {cut: row for cut, row in mine.items() if cut != "none"}
@@ -156,8 +157,8 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
     parser.add_argument("--cuts", nargs="+", type=int, default=list(CUTS))
     parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--anew", action="store_true")
-    parser.add_argument("--keep", type=Path, help="an empty folder, in which the runs are left")
+    parser.add_argument("--anew", action="store_true", help="discard the earlier rows")
+    parser.add_argument("--keep", type=Path, help="an empty folder in which to keep the runs")
     options = parser.parse_args()
     if options.anew:
         options.out.unlink(missing_ok=True)

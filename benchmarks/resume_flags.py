@@ -1,12 +1,12 @@
-"""Every flag of a recipe changed on resume, one at a time: whatever then differs was said, or was refused.
+"""Changes every flag of a recipe on resume, one at a time: every effect must be reported or refused.
 
     python benchmarks/resume_flags.py                        # every run below, about two hours on two cores
-    python benchmarks/resume_flags.py plain pipeline         # some of them
-    python benchmarks/resume_flags.py plain --flags seed     # and some flags
+    python benchmarks/resume_flags.py plain pipeline         # some of the runs
+    python benchmarks/resume_flags.py plain --flags seed     # and some of the flags
 
-A run of four steps is cut after the second and goes on to its end, once as it was and once with each flag changed. A
-case is `silent` if it ends in 0 with other weights, and no line of `resume:` names what was changed: there must be none
-of these. Writes docs/results/resume_flags.jsonl, a line a case, and resume_flags.md.
+A run of four steps is cut after the second and resumes to its end, once unchanged and once with each flag changed. A
+case is `silent` if it exits with 0 and different weights, and no `resume:` line names the change. There must be no
+silent case. Writes docs/results/resume_flags.jsonl, one line per case, and resume_flags.md.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ OUT = REPO / "docs" / "results"
 STEPS, CUT = 4, 2
 BASE = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": CUT, "logging_steps": 1}
 SECONDS = 180.0
-TO_ROUNDING = 1e-4  # of a weight: another batch a device sums in another order, and Adam's first steps magnify that
-BASE_MODEL = "base"  # of an adapter, trained before
+TO_ROUNDING = (
+    1e-4  # of a weight: another batch size per device changes the order of summation, and Adam's first steps amplify it
+)
+BASE_MODEL = "base"  # an adapter's base model, trained first
 OF_BASE = {"model_name_or_path": BASE_MODEL, "config_overrides": None}
 OWN = {name: RUNS[name] for name in ("plain", "pipeline", "zero2", "zero3", "image_cls", "causal_lm", "ddp_powersgd")}
 OWN |= {
@@ -53,13 +55,13 @@ OWN |= {
     "preference": Run("preference", 1, {"max_train_samples": 80}),
     "embedding": Run("embedding", 1, {"max_train_samples": 96, "max_seq_length": 24, "mined_negatives": 1}),
 }
-# What a changed flag cannot be tried with here: it names this run, its cut, or something that this machine lacks.
+# Flags that are not tried: they name this run, its cut, or something that this machine lacks.
 LEFT_OUT = {
-    "output_dir": "the run itself", "resume": "the cut", "resume_changed": "takes what would be refused",
+    "output_dir": "the run itself", "resume": "the cut", "resume_changed": "accepts what would be refused",
     "overwrite_output_dir": "deletes the run", "config": "a file of flags", "push_to_hub": "needs a hub",
-    "load_in_4bit": "needs bitsandbytes' kernels", "nvme_path": "needs a disk of its own",
+    "load_in_4bit": "needs bitsandbytes' kernels", "nvme_path": "needs its own disk",
 }  # fmt: skip
-# Where the rule below finds no value that is another and can be.
+# Values for flags for which the rule below finds no other valid value.
 VALUES: dict[str, list[Any]] = {
     "max_steps": [6],
     "save_steps": [1],
@@ -88,7 +90,7 @@ VALUES: dict[str, list[Any]] = {
 
 
 def values_of(flag: Flag, now: Any) -> list[Any]:
-    """Other values than `now` that a user could give."""
+    """Values other than `now` that a user might give."""
     if flag.name in VALUES:
         return [value for value in VALUES[flag.name] if value != now]
     if flag.choices:
@@ -111,7 +113,7 @@ def cases(run: Run, base: dict[str, Any], only: list[str]) -> Iterator[tuple[str
 
 
 class Campaign:
-    """One run, cut once; each case goes on with a copy."""
+    """One run, cut once; each case resumes from a copy."""
 
     def __init__(self, name: str, home: Path, ranks: WarmRanks) -> None:
         self.name, self.run, self.home, self.ranks = name, OWN[name], home / name, ranks
@@ -151,7 +153,9 @@ class Campaign:
     def judged(self, folder: Path, flag: str, status: int, output: str) -> dict[str, Any]:
         errors = re.findall(r"^(?:\[rank \d+\] )?error: (.*)", output, re.MULTILINE)
         said = [line for line in output.splitlines() if line.startswith("resume: ") and "going on from" not in line]
-        if errors and "Traceback" not in output and status in (1, 2):  # torchrun's is 1 whatever its ranks end with
+        if (
+            errors and "Traceback" not in output and status in (1, 2)
+        ):  # torchrun exits with 1 whatever its ranks exit with
             return {"verdict": "refused", "words": errors[0][:300]}
         if status:
             return {"verdict": "failed", "words": (errors or output.splitlines()[-1:])[0][:300]}
@@ -166,12 +170,17 @@ class Campaign:
 def page(rows: list[dict[str, Any]]) -> str:
     kinds = ("refused", "said", "exact", "to rounding", "failed", "hangs", "silent")
     lines = [
-        "# Every flag changed on resume",
+        "# Changing every flag on resume",
         "",
         f"`python benchmarks/resume_flags.py`, {in_words(rows[-1]['versions'])}, two cores.",
-        "A run of four steps goes on from its second with one flag changed. *Silent* is a run that ends in 0 with",
-        "other weights and without a line that names the change: there must be none. *To rounding*: the weights differ",
-        f"by at most {TO_ROUNDING:g}, as sums in another order do. *Failed*: a status other than 0 and 2.",
+        "A run of four steps resumes from its second with one flag changed. It then ends in one of these ways:",
+        "",
+        "- *refused*: it ends with an error message, without a traceback.",
+        "- *said*: it runs, and a `resume:` line names the change.",
+        "- *exact*: no line, and the same weights to the bit.",
+        f"- *to rounding*: no line, and weights that differ by at most {TO_ROUNDING:g}, as sums in another order do.",
+        "- *failed*: an exit status other than 0 and 2. *hangs*: no end within the time limit.",
+        "- *silent*: exit status 0, other weights, and no line that names the change. There must be none of these.",
         "",
         f"| run | cases | {' | '.join(kinds)} |",
         f"|---|---{'|---' * len(kinds)}|",
@@ -181,15 +190,15 @@ def page(rows: list[dict[str, Any]]) -> str:
         lines.append(f"| {run} | {sum(counts.values())} | {' | '.join(str(counts[kind]) for kind in kinds)} |")
     odd = [row for row in rows if row["verdict"] in ("silent", "failed", "hangs")]
     if odd:
-        lines += ["", "| run | flag | verdict | what it said |", "|---|---|---|---|"]
+        lines += ["", "| run | flag | verdict | message |", "|---|---|---|---|"]
         for row in odd:
             words = row["words"].replace("|", "\\|")
             lines.append(f"| {row['run']} | `--{row['flag']} {row['value']}` | {row['verdict']} | {words} |")
     lines += [
         "",
-        "A case that had failed was fixed and run again.",
+        "Failed cases were fixed and run again.",
         "",
-        "What it does not show: two flags changed at once, GPUs, a hub, and flags that name what this machine lacks:",
+        "What this does not show: two flags changed at once, GPUs, a hub, and flags that were not tried:",
         f"{', '.join(f'`{name}` ({why})' for name, why in LEFT_OUT.items())}.",
         "",
     ]
@@ -198,9 +207,9 @@ def page(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="*", help=f"of {', '.join(OWN)}")
+    parser.add_argument("runs", nargs="*", help=f"some of {', '.join(OWN)} (default: all)")
     parser.add_argument("--flags", nargs="*", default=[])
-    parser.add_argument("--class", dest="kind", choices=[of for _, _, of in TABLE], help="only flags of one class")
+    parser.add_argument("--class", dest="kind", choices=[of for _, _, of in TABLE], help="only flags of this class")
     parser.add_argument("--out", type=Path, default=OUT / "resume_flags.jsonl")
     options = parser.parse_args()
     ranks = WarmRanks()

@@ -1,14 +1,14 @@
-"""What a checkpoint costs that is verified and on the disk, beside the stock Trainer's, saved by turns.
+"""The cost of a verified, flushed checkpoint, compared with the stock Trainer's; saves are interleaved.
 
     python benchmarks/saving.py                                    # three sizes, about two minutes on two cores
-    python benchmarks/saving.py --layers 12 --width 768 --folder /mnt/disk    # one size, on that disk
+    python benchmarks/saving.py --layers 12 --width 768 --folder /mnt/disk    # one size, on this disk
     torchrun --nproc_per_node 2 benchmarks/saving.py               # DDP: hashing and flushing are shared by two ranks
 
-Two Trainers train the same model for a few steps, and then save it by turns: the stock one as it is, ours with its
-manifest, its hashes and its flushes. A save of the stock Trainer ends while its bytes are still in memory, and the disk
-takes them while the training goes on: that is left out here, in the stock Trainer's favour. The overhead is what ours
-takes longer, as a share of the time of a run of the stock Trainer that saves every 100 steps.
-Prints a Markdown table; --json FILE keeps the figures.
+Two Trainers train the same model for a few steps and then take turns saving it: the stock Trainer, and ours with its
+manifest, hashes and flushes. A save of the stock Trainer ends while its bytes are still in memory; the disk writes them
+while training continues. That time is not counted, which favors the stock Trainer. The overhead is the additional time
+of our save, as a share of a stock run that saves every 100 steps.
+Prints a Markdown table; --json FILE writes the figures to a file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from finetune.training.trainer import FinetuneTrainer
 SIZES = ((4, 256), (6, 512), (8, 768))  # layers and hidden size
 VOCABULARY, CONTEXT, BATCH = 8192, 128, 8
 STEPS, SAVE_STEPS = 8, 100
-SAVES = 7  # of each Trainer
+SAVES = 7  # per Trainer
 
 
 class Clock(TrainerCallback):
@@ -53,7 +53,7 @@ class Clock(TrainerCallback):
 
 
 class Tokens(torch.utils.data.Dataset):
-    """As many as the steps take, drawn once."""
+    """Random tokens, as many as the steps take."""
 
     def __init__(self, count: int) -> None:
         drawn = torch.Generator().manual_seed(0)
@@ -67,7 +67,7 @@ class Tokens(torch.utils.data.Dataset):
 
 
 def trained(kind: type[Trainer], layers: int, width: int, folder: Path) -> tuple[Trainer, float]:
-    """A Trainer whose optimizer has its states, and the median seconds of a step."""
+    """A Trainer whose optimizer has its states, and its median seconds per step."""
     set_seed(0)
     heads = width // 64
     config = GPTLiteConfig(vocab_size=VOCABULARY, num_hidden_layers=layers, hidden_size=width,
@@ -84,7 +84,7 @@ def trained(kind: type[Trainer], layers: int, width: int, folder: Path) -> tuple
 
 
 def save(trainer: Trainer) -> float:
-    """The seconds of one, on the slowest rank."""
+    """The seconds of a save, on the slowest rank."""
     trainer.state.global_step += 1
     if distributed.is_initialized():
         distributed.barrier()
@@ -96,7 +96,7 @@ def save(trainer: Trainer) -> float:
 
 
 def parts(folder: Path) -> dict[str, float]:
-    """Seconds of what ours does beyond writing, each alone, on a checkpoint that is still in memory."""
+    """Seconds of each thing that our save does beyond writing, on a checkpoint that is still in memory."""
     names = sorted(files_of(folder)[0])
     begun = time.perf_counter()
     for name in names:
@@ -105,7 +105,7 @@ def parts(folder: Path) -> dict[str, float]:
     manifest = read_manifest(folder)
     write_manifest(folder, manifest)
     written = time.perf_counter()
-    for name in names:  # what has been written once more is not on the disk yet
+    for name in names:  # rewritten files are not on the disk yet
         path = folder / name
         path.write_bytes(path.read_bytes())
     copied = time.perf_counter()
@@ -124,7 +124,7 @@ def measure(layers: int, width: int, folder: Path, saves: int) -> dict[str, Any]
         pair = [("stock", stock), ("ours", ours)]
         for name, trainer in pair if turn % 2 else reversed(pair):
             took = save(trainer)
-            if turn:  # the first finds nothing in place
+            if turn:  # the first save finds no earlier checkpoint
                 seconds[name].append(took)
             os.sync()  # so that neither pays for the other's bytes
     medians = {name: statistics.median(values) for name, values in seconds.items()}
@@ -151,7 +151,17 @@ def measure(layers: int, width: int, folder: Path, saves: int) -> dict[str, Any]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    head = ("parameters", "checkpoint", "step", "stock save", "our save", "of it hash", "flush", "manifest", "overhead")
+    head = (
+        "parameters",
+        "checkpoint",
+        "step",
+        "stock save",
+        "toolkit's save",
+        "of which hash",
+        "flush",
+        "manifest",
+        "overhead",
+    )
     lines = [" | ".join(head), " | ".join("---:" for _ in head)]
     for row in rows:
         cells = [f"{row['parameters'] / 1e6:.1f} M", f"{row['checkpoint_bytes'] / 2**20:.0f} MiB"]
@@ -166,7 +176,7 @@ def main() -> None:
     asked.add_argument("--layers", type=int)
     asked.add_argument("--width", type=int)
     asked.add_argument("--saves", type=int, default=SAVES)
-    asked.add_argument("--folder", help="on the disk to be measured (default: the one of temporary files)")
+    asked.add_argument("--folder", help="a folder on the disk to measure (default: the one for temporary files)")
     asked.add_argument("--json", metavar="FILE")
     given = asked.parse_args()
     sizes = ((given.layers, given.width),) if given.layers and given.width else SIZES
@@ -181,8 +191,8 @@ def main() -> None:
             shutil.rmtree(place, ignore_errors=True)
     if speaks:
         where = f"{os.environ.get('WORLD_SIZE', '1')} rank(s), {platform.machine()}, {os.cpu_count()} cores"
-        run = f"a run that saves every {SAVE_STEPS} steps of {BATCH} x {CONTEXT} tokens a rank"
-        print(f"{where}; medians of {given.saves} saves by turns; {run}.\n\n{table(rows)}", flush=True)
+        run = f"overhead on a run that saves every {SAVE_STEPS} steps of {BATCH} x {CONTEXT} tokens per rank"
+        print(f"{where}; medians of {given.saves} interleaved saves; {run}.\n\n{table(rows)}", flush=True)
         if given.json:
             Path(given.json).write_text(json.dumps(rows, indent=2) + "\n")
 

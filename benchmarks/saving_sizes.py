@@ -1,12 +1,12 @@
-r"""Seconds to save and to resume over the size of the model: the toolkit's Trainer next to the plain one.
+r"""Seconds to save and to resume by model size: the toolkit's Trainer compared with the plain one.
 
-    python benchmarks/saving_sizes.py                       # 1 to 100 million parameters; goes on where it stopped
+    python benchmarks/saving_sizes.py                       # 1 to 100 million parameters; continues where it stopped
     python benchmarks/saving_sizes.py --millions 1 10
 
-A GPT-lite of each size takes four steps on one rank without DeepSpeed and on two under ZeRO-2, saving after each: the
-time of a save is that from the step's end to the callback that follows it, and the median of the last three counts.
-Resuming is timed in a new launch from the call of `train` to its first step, less the same in a launch that begins
-anew; of ours the verification of every byte comes on top. A row each goes to docs/results/saving_sizes.jsonl.
+A GPT-lite of each size takes four steps, on one rank without DeepSpeed and on two under ZeRO-2, and saves after each. A
+save is timed from the end of the step to the callback after the save; the median of the last three counts. Resuming is
+timed in a new launch, from the call of `train` to its first step, minus the same time in a fresh run. Verifying every
+byte, which only the toolkit does, is timed separately. Writes a row each to docs/results/saving_sizes.jsonl.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STEPS = 4
 
 
 def train(options: argparse.Namespace) -> None:
-    """One launch: the rank's part."""
+    """Run on every rank of a launch."""
     import torch
     from accelerate import PartialState
     from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -131,7 +131,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--millions", nargs="+", type=int, default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--stack", choices=["ours", "stock"], help="of one launch; the rest is the launches' own")
+    parser.add_argument(
+        "--stack", choices=["ours", "stock"], help="used internally for a single launch, like the flags below"
+    )
     parser.add_argument("--size", type=int)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--deepspeed")

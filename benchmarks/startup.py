@@ -1,13 +1,13 @@
-"""What a recipe costs before and after it trains: --help, a typo and a wrong path in CPU seconds, and the first step
-and the end by the clock beside the same job as a bare Trainer script, alone and on two ranks of the deepspeed launcher.
+"""Start-up cost of a recipe: CPU seconds of --help, a typo and a wrong path; wall-clock time to the first step and
+after the last, compared with the same job as a bare Trainer script, on one process and on two ranks.
 Writes docs/results/startup.json and startup.md.
 
     python benchmarks/startup.py                       # this tree
-    python benchmarks/startup.py --before CHECKOUT     # and another one, by the same Python, in turn
-    python benchmarks/startup.py --parts ranks         # the two ranks alone; the other figures are kept
+    python benchmarks/startup.py --before CHECKOUT     # also another checkout, with the same Python, interleaved
+    python benchmarks/startup.py --parts ranks         # only the two ranks; keeps the other figures
 
-CPU seconds are user and system time of the process and its children, by the operating system's account. The two
-scripts of a pair run in turn.
+CPU seconds are the user and system time of the process and its children, as the operating system reports them. The
+scripts that are compared run interleaved.
 """
 
 import argparse
@@ -49,7 +49,7 @@ STOCK_ZERO2 = {
     "zero_optimization": {"stage": 2},
 }
 
-# The same data and model by transformers and datasets alone. The text is the recipe's built-in one, written to a file.
+# The same data and model with transformers and datasets only. The text is the recipe's built-in one, from a file.
 STOCK = """
 import os, sys
 from datasets import load_dataset
@@ -76,12 +76,16 @@ Trainer(DistilBertForSequenceClassification(config), training, train_dataset=dat
         data_collator=DataCollatorWithPadding(tokenizer)).train()
 """
 
-FIRST_STEP = """Seconds by the clock from the start of `python` to the first logged step of seq_cls (built-in text, a
-tiny DistilBERT, 192 rows, fp32, one process), data prepared before, beside a bare Trainer script for the same job:"""
-ON_RANKS = """The same on two ranks, from `deepspeed --num_gpus 2` (ZeRO-2) to the first logged step; from the last
-one to the prompt, in which the recipe evaluates, saves, draws and writes its model card, and the bare script does
-nothing; and CPU seconds of all processes, of which the launcher's two take part in no training:"""
-NOT_SHOWN = "What it does not show: a GPU's start, a hub,{} or large data that is prepared for the first time."
+FIRST_STEP = """## Time to the first step
+
+Wall-clock seconds from the start of `python` to the first logged step of seq_cls (built-in text, a tiny DistilBERT, 192
+rows, fp32, one process). The data had been prepared before. `stock` is a bare Trainer script for the same job."""
+ON_RANKS = """## Two ranks
+
+Seconds on two ranks, from `deepspeed --num_gpus 2` (ZeRO-2) to the first logged step, and from the last step to the
+prompt. In the latter time, the recipe evaluates, saves, draws plots and writes its model card, and the bare script does
+nothing. CPU seconds include all processes, also the launcher's two, which do not train."""
+NOT_SHOWN = "What this does not show: start-up of a GPU, a hub,{} or preparing large data for the first time."
 
 WRITE_TEXT = """
 import csv, sys
@@ -93,7 +97,7 @@ with open(sys.argv[1], "w", newline="") as file:
 
 
 def cost(command: list[str], env: dict[str, str]) -> tuple[float, float, int]:
-    """CPU seconds, seconds, and the exit status."""
+    """CPU seconds, wall-clock seconds, and the exit status."""
     start = time.monotonic()
     silent = [(os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_WRONLY, 0) for stream in (1, 2)]
     pid = os.posix_spawn(command[0], command, {**os.environ, **env}, file_actions=silent)
@@ -102,7 +106,7 @@ def cost(command: list[str], env: dict[str, str]) -> tuple[float, float, int]:
 
 
 def timed_run(command: list[str], env: dict[str, str]) -> dict[str, float]:
-    """Seconds until the first logged step is printed, those from the last one to the end, and CPU seconds of all."""
+    """Seconds until the first step is logged, seconds from the last one to the end, and CPU seconds of all."""
     before, start, steps = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), list[float]()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1,
                           env={**os.environ, "PYTHONUNBUFFERED": "1", **env}) as run:  # fmt: skip
@@ -138,7 +142,7 @@ def answers(trees: dict[str, Path], repeats: int) -> dict:
 
 
 def first_steps(trees: dict[str, Path], repeats: int, scratch: Path, ranks: int = 1) -> dict:
-    """Each tree's seq_cls and the stock script, in turn, after one round that fills caches."""
+    """Each tree's seq_cls and the stock script, interleaved, after one round that fills caches."""
     table, flags = scratch / "text.csv", [word for k, v in JOB.items() for word in (f"--{k}", str(v))]
     subprocess.run([sys.executable, "-c", WRITE_TEXT, str(table)], check=True, env={**os.environ, **of_tree(REPO)})
     stock = scratch / "stock.py"
@@ -170,12 +174,14 @@ def keep(found: dict[str, dict[str, list[float]]], name: str, took: dict[str, fl
 def page(record: dict) -> str:
     trees = record["trees"]
     lines = [
-        "# What a recipe costs before it trains",
+        "# Start-up time of a recipe",
         "",
-        f"{record['machine']}; {record['versions']}; medians of {record['repeats']} (smallest to largest). Made by "
-        "`python benchmarks/startup.py --before CHECKOUT`.",
+        f"{record['machine']}; {record['versions']}. Medians of {record['repeats']} runs, with the range in "
+        "parentheses. Made by `python benchmarks/startup.py --before CHECKOUT`.",
         "",
-        "CPU seconds, user and system, of a command that needs no model:",
+        "## Commands that need no model",
+        "",
+        "CPU seconds, user and system. `before` is CHECKOUT, an earlier state of this repository.",
         "",
         "| recipe | command | " + " | ".join(trees) + " |",
         "|---|---|" + "---|" * len(trees),
@@ -188,7 +194,7 @@ def page(record: dict) -> str:
     lines += [f"| {name} | {shown(values)} |" for name, values in record["first_step"].items()]
     if ranks := record.get("ranks"):
         columns = ("first step", "last step to prompt", "CPU")
-        lines += ["", ON_RANKS, "", f"Load at the start: {ranks['load']:.1f}; {ranks['repeats']} turns.", ""]
+        lines += ["", ON_RANKS, "", f"Load average at the start: {ranks['load']:.1f}; {ranks['repeats']} rounds.", ""]
         lines += [f"| script | {' | '.join(columns)} |", "|---|---|---|---|"]
         for name, values in ranks["found"].items():
             lines.append(f"| {name} | {' | '.join(shown(values[what]) for what in columns)} |")
@@ -202,7 +208,7 @@ def shown(values: dict | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, help="another checkout, to measure in turn")
+    parser.add_argument("--before", type=Path, help="another checkout to measure as well")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     asked = parser.parse_args()

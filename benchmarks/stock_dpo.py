@@ -1,6 +1,6 @@
 """The peer of recipes/preference.py: TRL's DPOTrainer on prompts with a chosen and a rejected answer.
 
-It has one setting in its favour: no gradient checkpointing, which TRL switches on and the recipe does not.
+It has one setting in its favor: no gradient checkpointing, which TRL enables by default and the recipe does not.
 
     python benchmarks/stock_dpo.py --model FOLDER --train_file pairs.jsonl --result out.json --out FOLDER [--precompute]
 """

@@ -1,6 +1,6 @@
-"""The peer of recipes/embedding.py: sentence-transformers' trainer on pairs, as its documentation has it.
+"""The peer of recipes/embedding.py: sentence-transformers' trainer on pairs, as in its documentation.
 
-With --mini_batch the batch is larger than what is embedded at a time: CachedMultipleNegativesRankingLoss (GradCache).
+With --mini_batch, a batch is embedded in parts: CachedMultipleNegativesRankingLoss (GradCache).
 
     python benchmarks/stock_embedding.py --model FOLDER --train_file pairs.jsonl --result out.json --out FOLDER
 """

@@ -1,5 +1,5 @@
-"""The moves of benchmarks/reshard.py, which runs this and reads the JSON that it prints, by the plain Hugging Face
-Trainer and DeepSpeed, without anything of this toolkit.
+"""The moves of benchmarks/reshard.py with the plain Hugging Face Trainer and DeepSpeed, without this toolkit.
+benchmarks/reshard.py runs this script and reads the JSON that it prints.
 
     torchrun --nproc_per_node 2 benchmarks/stock_reshard.py '[{"folder": "runs/a", "stage": 3}]'
 """
@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-os.environ.update(ACCELERATE_USE_DEEPSPEED="true", DS_ACCELERATOR="cpu")  # without which the Trainer sees one rank
+os.environ.update(ACCELERATE_USE_DEEPSPEED="true", DS_ACCELERATOR="cpu")  # otherwise the Trainer sees one rank
 
 import torch
 from accelerate import PartialState
@@ -29,7 +29,7 @@ STEPS, SAVE_STEPS, GLOBAL_BATCH, MICRO_BATCH = 14, 4, 16, 2
 
 
 class Numbers(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Counting from anywhere, modulo 97: the loss falls, and gradients stay lively."""
+    """Sequences that count modulo 97 from any start: the loss falls, and gradients do not vanish."""
 
     def __len__(self) -> int:
         return 512

@@ -1,7 +1,7 @@
-"""The peer of benchmarks/faults.py: the plain Trainer with DeepSpeed, resuming as tutorials have it.
+"""The peer of benchmarks/faults.py: the plain Trainer with DeepSpeed, resuming as in tutorials.
 
-No code of the toolkit; its data and model are drawn, so that nothing but the training takes time. Where there is no GPU
-it names Accelerate's backend, without which the Trainer and DeepSpeed do not start on a CPU.
+It uses no code of the toolkit. Its data and model are random, so that only training takes time. Without a GPU, it sets
+Accelerate's backend; otherwise the Trainer and DeepSpeed do not start on a CPU.
 
     torchrun --nproc_per_node 2 benchmarks/stock_resume.py FOLDER --max_steps 60 --save_steps 3
 """
@@ -27,7 +27,7 @@ ROWS, TOKENS, VOCABULARY = 80, 24, 8000
 
 
 class Metrics(TrainerCallback):
-    """Each logged row in a file, and where the training begins on the terminal."""
+    """Writes each logged row to a file, and prints where training begins."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:

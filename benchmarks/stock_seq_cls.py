@@ -1,8 +1,8 @@
 r"""The peers of recipes/seq_cls.py: the plain Trainer as tutorials write it, and the plain Trainer at its best.
 
-It does what such scripts do and no more, but for three things: it reads the benchmark's files, it counts real tokens
-and step times as the recipe does, and where there is no GPU it names Accelerate's backend, without which the Trainer
-and DeepSpeed do not start on a CPU at all.
+It does what such scripts do, with three additions: it reads the benchmark's files; it counts real tokens and step times
+as the recipe does; and without a GPU, it sets Accelerate's backend, without which the Trainer and DeepSpeed do not
+start on a CPU.
 
     deepspeed --num_gpus 2 benchmarks/stock_seq_cls.py --model FOLDER --train_file a.tsv --padding max \
         --deepspeed zero2_offload --result out.json
@@ -31,7 +31,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "ds_configs"
 
 
 class Clock(TrainerCallback):
-    """Step times of this rank, and the tokens of its batches, which the collator counts."""
+    """Step times of this rank, and the tokens of its batches, counted in the collator."""
 
     def __init__(self, collate):
         self.collate, self.real, self.padded = collate, [], []

@@ -1,6 +1,6 @@
 """The Trainer of transformers with its own sequence parallelism, for benchmarks/sequence_parallel.py: two ranks share
-each text, or one process reads all. `python stock_sequence_parallel.py MODEL ROWS OUTPUT SIZE MICRO STEPS`; the logged
-steps go to OUTPUT."""
+each text, or one process reads all. `python stock_sequence_parallel.py MODEL ROWS OUTPUT SIZE MICRO STEPS` writes the
+logged steps to OUTPUT."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SGD = {"optim": "sgd", "learning_rate": 0.125, "lr_scheduler_type": "constant", 
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """All padded to one length, which gloo wants of both ranks, with positions, as DeepSpeed's loader asks for."""
+    """Pad all rows to one length, as gloo requires of both ranks, and add positions for DeepSpeed's loader."""
     longest = LENGTH
     fill = {"input_ids": 0, "labels": -100}
     batch = {

@@ -1,7 +1,7 @@
 """The peer of recipes/causal_lm.py on chats: TRL's SFTTrainer, as its documentation has it, with packing.
 
-It does what such scripts do and no more, but for the clock, and for one setting in its favour: no gradient
-checkpointing, which TRL switches on and the recipe does not. `--loss_type chunked_nll` is TRL's own chunked loss.
+It does what such scripts do, plus a clock, with one setting in its favor: no gradient checkpointing, which TRL enables
+by default and the recipe does not. `--loss_type chunked_nll` is TRL's own chunked loss.
 
     python benchmarks/stock_sft.py --model FOLDER --train_file chats.jsonl --result out.json [--use_peft]
 """

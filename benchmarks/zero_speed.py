@@ -1,15 +1,15 @@
-"""How fast the shipped ZeRO configs are beside DDP: ratios of step times, measured by turns.
+"""Speed of the shipped ZeRO configs compared with DDP: ratios of step times from interleaved runs.
 
-    python benchmarks/zero_speed.py                              # all parts, some fifteen minutes on two quiet cores
+    python benchmarks/zero_speed.py                              # all parts, about fifteen minutes on two idle cores
     python benchmarks/zero_speed.py --parts shipped --models deep_study --rounds 9
     python benchmarks/zero_speed.py --parts settings profile     # one factor at a time, and where the time goes
-    python benchmarks/zero_speed.py --gpu                        # one GPU, one rank: what the engine costs there
+    python benchmarks/zero_speed.py --gpu                        # one GPU, one rank: the engine's overhead there
 
-Every layout is two ranks of a thread each under the Trainer, and several layouts of a model are up at the same time:
-one takes its steps while the others wait, then the next does, and the order turns each round. So a noisy machine slows
-what is compared alike. Beside the seconds stand the CPU seconds that the process itself used, which a noisy neighbour
-changes less, and its page faults. Ranks are forked from a process that has imported everything, and told where they are
-as torchrun would tell them; on a GPU they are started afresh.
+Every layout has two ranks with one thread each under the Trainer. Several layouts of a model are up at the same time:
+one takes its steps while the others wait, then the next one does, and the order alternates each round. A noisy machine
+therefore slows all of them alike. Besides seconds, the benchmark records the CPU seconds of the process, which noise
+affects less, and its page faults. Ranks are forked from a process that has imported everything, with torchrun's
+environment variables; on a GPU they are spawned.
 
 Writes docs/results/zero_speed.md and .json (zero_speed_gpu.* on a GPU), after each part.
 """
@@ -34,10 +34,10 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 OUT = REPO / "docs" / "results"
 HOST = "127.0.0.1"
-FIGURES = ("seconds", "cpu_seconds", "faults")  # a step
-CONTEXT = multiprocessing.get_context("forkserver")  # what is imported once, all ranks have
+FIGURES = ("seconds", "cpu_seconds", "faults")  # per step
+CONTEXT = multiprocessing.get_context("forkserver")  # all ranks share what is imported once
 
-# The "study" ones have as many rows, or tokens, a rank as the published study gave each GPU: 2,048.
+# "study": as many rows or tokens per rank as the published study had per GPU, 2,048.
 MODELS = {
     "deep_512": ({"model_type": "mlp", "width": 256, "layers": 512, "num_labels": 10}, "sequence_classification", 64),
     "deep_study": (
@@ -49,7 +49,7 @@ MODELS = {
 
 
 class Group:
-    """The ranks of one layout, up and waiting."""
+    """The ranks of one layout, running and waiting."""
 
     def __init__(self, name: str, model: str, layout: dict, ranks: int, folder: Path, steps: int) -> None:
         config, head, batch = MODELS[model]
@@ -68,9 +68,9 @@ class Group:
         for number in range(ranks):
             here, there = CONTEXT.Pipe()
             env = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-            env |= {"MASTER_ADDR": HOST, "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "turns"}  # as torchrun sets them
+            env |= {"MASTER_ADDR": HOST, "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "turns"}  # as torchrun sets it
             given = ({key: str(value) for key, value in env.items()} if ranks > 1 else {}, self.log)
-            # Another environment needs another start: what torch reads on import is read already in the forked ones.
+            # Another environment needs a new process: forked ones have already imported torch, which reads it then.
             context = multiprocessing.get_context("spawn") if layout.get("env") else CONTEXT
             self.processes.append(context.Process(target=rank, args=(there, *given, steps, config, head, argv)))
             os.environ |= layout.get("env", {})
@@ -81,7 +81,7 @@ class Group:
             self.pipes.append(here)
 
     def ask(self, word: str) -> list[dict]:
-        """What each rank has to say after it did `word`."""
+        """The answer of each rank to the command `word`."""
         try:
             for pipe in self.pipes:
                 pipe.send(word)
@@ -96,7 +96,7 @@ class Group:
 
 
 def written(layout: dict, place: Path) -> str:
-    """What --deepspeed is given: a shipped name, or a file of one with changes; None takes a key out."""
+    """The value of --deepspeed: a shipped name, or a changed copy of its file; None removes a key."""
     name, changes = layout.get("config", "none"), layout.get("changes")
     if not changes:
         return name
@@ -119,7 +119,7 @@ def free_port() -> int:
 
 
 def rank(pipe, env: dict, log: Path, steps: int, config: dict, head: str, argv: list[str]) -> None:
-    """One rank: `steps` steps of the Trainer each time it is told to go."""
+    """One rank: runs `steps` steps of the Trainer for each command."""
     os.environ.update(env)
     with log.open("a") as stream:
         os.dup2(stream.fileno(), 1)
@@ -194,13 +194,13 @@ def rank(pipe, env: dict, log: Path, steps: int, config: dict, head: str, argv: 
 
 
 def measure(model: str, layouts: dict, rounds: int, steps: int, ranks: int = 2, words: tuple = ()) -> dict:
-    """Of each layout its seconds a step by round, of the slower rank; the order turns each round."""
+    """Seconds per step of each layout by round, on the slower rank; the order alternates each round."""
     groups: list[Group] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
             for name, layout in layouts.items():
                 groups.append(Group(name, model, layout, ranks, Path(folder), steps))
-            for group in groups:  # optimizers make their states
+            for group in groups:  # so that optimizers allocate their states
                 group.ask("go")
             found: dict = {group.name: {figure: [] for figure in FIGURES} for group in groups}
             for turn in range(rounds):
@@ -228,14 +228,14 @@ def changed(**keys) -> dict:
 
 
 def scattered(**keys) -> dict:
-    """As DeepSpeed has it unasked; it takes no prescale_gradients with that."""
+    """DeepSpeed's default, which excludes prescale_gradients."""
     return {
         "config": "zero1",
         "changes": {**changed(reduce_scatter=True, **keys)["changes"], "prescale_gradients": None},
     }
 
 
-# One factor at a time, of zero1. What is measured against is DDP as it is.
+# zero1 with one setting changed at a time. The baseline is unchanged DDP.
 SETTINGS = {
     "zero1 as shipped": {"config": "zero1"},
     "reduce_scatter true, DeepSpeed's default": scattered(),
@@ -250,11 +250,11 @@ SETTINGS = {
         "changes": {ZERO + "compute_grad_norm": False, "gradient_clipping": 0.0},
     },
 }  # fmt: skip
-AT_ONCE = 3  # layouts beside DDP: what is up takes memory, also while it waits
+AT_ONCE = 3  # layouts that run beside DDP: they take memory even while they wait
 
 
 def in_parts(model: str, layouts: dict, rounds: int, steps: int, ranks: int = 2) -> dict:
-    """Figures of each layout, and of the baseline that stood beside it."""
+    """Figures of each layout, and of the baseline that ran beside it."""
     names, found = list(layouts), {}
     for at in range(0, len(names), AT_ONCE):
         beside = {name: layouts[name] for name in names[at : at + AT_ONCE]}
@@ -266,7 +266,7 @@ def in_parts(model: str, layouts: dict, rounds: int, steps: int, ranks: int = 2)
 
 
 def cells(row: dict) -> list[str]:
-    """Seconds a step; median and range of the ratio baseline / layout by round; the same of CPU seconds; faults."""
+    """Seconds per step; median and range over rounds of baseline / layout; the same for CPU seconds; page faults."""
     words = [f"{statistics.median(row['seconds']):.3f}"]
     for figure in ("seconds", "cpu_seconds"):
         ratios = sorted(b / s for b, s in zip(row["baseline"][figure], row[figure], strict=True))
@@ -274,7 +274,7 @@ def cells(row: dict) -> list[str]:
     return [*words, f"{statistics.median(row['faults']):.0f}"]
 
 
-HEAD = ["s a step", "DDP / it, by round: median (range)", "the same of CPU seconds", "page faults a step"]
+HEAD = ["seconds per step", "DDP / config: median (range)", "the same in CPU seconds", "page faults per step"]
 
 
 def table(first: list[str], rows: list[list[str]]) -> list[str]:
@@ -284,15 +284,16 @@ def table(first: list[str], rows: list[list[str]]) -> list[str]:
 
 def render(results: dict) -> str:
     lines = [
-        "# ZeRO beside DDP: how fast the shipped configs are",
+        "# Speed of the shipped ZeRO configs compared with DDP",
         "",
         f"`{results['command']}`; {results['machine']}.",
         "",
-        "`deep_study` (256 wide, 128 layers) and `gptlite_study` have 2,048 rows, or tokens, a rank, as the study",
-        "gave each GPU; `deep_512` has 512 layers and 64 rows, so that computing does not hide what the engine costs.",
-        "A round takes a turn of each; other programs ran at the same time, which the ranges show.",
-        "What is slow in DeepSpeed on a CPU, and what was done about it, is in",
-        "[ds_configs/README.md](../../ds_configs/README.md).",
+        "`deep_study` (256 wide, 128 layers) and `gptlite_study` have 2,048 rows or tokens per rank, as the published",
+        "study had per GPU. `deep_512` has 512 layers and 64 rows, so that computation does not hide the engine's",
+        "overhead. A round runs each config once, and ratios are taken within one round: above 1, the config is faster",
+        "than DDP. Other programs ran at the same time, as the ranges show.",
+        "[ds_configs/README.md](../../ds_configs/README.md) explains what is slow in DeepSpeed on a CPU, and what was",
+        "done about it.",
         "",
     ]
     if found := results.get("shipped"):
@@ -303,10 +304,10 @@ def render(results: dict) -> str:
                 [model, name, f"{asked[name]:.2f}" if name in asked else "-", *cells(row)]
                 for name, row in layouts.items()
             ]
-        lines += ["## The shipped configs", "", *table(["model", "config", "asked"], rows)]
+        lines += ["## The shipped configs", "", *table(["model", "config", "target ratio"], rows)]
     if found := results.get("settings"):
         for model, layouts in found.items():
-            lines += [f"## One factor at a time: {model}", ""]
+            lines += [f"## One setting at a time: {model}", ""]
             lines += table(["changed in zero1"], [[name, *cells(row)] for name, row in layouts.items()])
     for model, layouts in results.get("profile", {}).items():
         for name, row in layouts.items():
@@ -320,7 +321,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="*", default=["shipped", "settings", "profile"])
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--only", nargs="*", help="layouts of these names alone")
+    parser.add_argument("--only", nargs="*", help="only layouts with these names")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--gpu", action="store_true")
@@ -362,7 +363,7 @@ def machine(gpu: bool) -> str:
     import torch
 
     if not torch.cuda.is_available():
-        raise SystemExit("error: torch sees no GPU, which --gpu measures. Drop it to measure on the CPU.")
+        raise SystemExit("error: torch sees no GPU, but --gpu measures one. Drop the flag to measure on the CPU.")
     return f"1 rank on {torch.cuda.get_device_name()}: DDP stands for the plain Trainer"
 
 

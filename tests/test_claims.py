@@ -21,7 +21,7 @@ from pages import PAGES, RESULTS
 
 from finetune.plan.machine import find_machine
 
-WITHOUT_DATA = {"bench_laptop": "The rows that this page was made from were not kept"}  # to be made again
+WITHOUT_DATA = {"bench_laptop": "The data behind this page was not kept"}  # to be made again
 # A number with the unit of something measured, a decimal, or a power of ten.
 UNITS = r"%|\u00d7|(?:x|times|percent|h|min|s|ms|µs|seconds|minutes|hours|[kKMGT]i?B|bits|points)\b|of\s\d"
 UNITS += r"|(?:tokens|samples|texts|steps|rows|images)\s?(?:/|a |per )\s?s"
@@ -212,6 +212,7 @@ def durability() -> Iterator[tuple[str, str]]:
     loss, norm = (max(move["apart"][i] for move in moves if move["precision"] == "fp32") for i in (0, 1))
     yield "README.md", f"in fp32, its losses match those of the uninterrupted run to {above(loss)}"
     yield "docs/reshard.md", f"in fp32 losses to {above(loss)} and gradient norms to {above(norm)}"
+    yield "docs/support.md", f"(to {above(loss)} as"
 
 
 def saves_beside() -> Iterator[tuple[str, str]]:

@@ -63,7 +63,7 @@ def test_without_a_gpu_it_says_so_and_ends_with_2() -> None:
     done = subprocess.run([sys.executable, "benchmarks/gpu.py"], cwd=REPO, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
-        "error: nvidia-smi names no GPU, and this measures one. --list says what it would run."
+        "error: nvidia-smi lists no GPU, but this benchmark needs one. --list shows what it would run."
     ]
 
 
@@ -82,7 +82,7 @@ def test_a_part_that_fails_or_is_late_stops_no_other(tmp_path: Path) -> None:
     assert found["bad"]["reason"] == "ValueError: no such layer in OUT"  # and not where that is
     assert found["late"]["seconds"] < 30
     assert found["late"]["said"] == ["asleep"]
-    assert found["silent"]["reason"] == "it ended well, but did not write silent.json, silent.md"
+    assert found["silent"]["reason"] == "it succeeded, but did not write silent.json, silent.md"
     assert found["good"]["said"] == ["figures"]
     assert str(tmp_path) not in (tmp_path / "gpu.json").read_text()
     assert (tmp_path / "gpu.md").read_text() == gpu.page({"parts": found})
@@ -111,7 +111,7 @@ def test_no_part_is_started_that_might_end_too_late(tmp_path: Path, capsys: pyte
     long = Part("long", "", GOOD.command, 7)
     assert start(tmp_path, "--minutes", "3", parts=(long, GOOD)) == 0
     assert list(rows(tmp_path)) == ["good"]
-    assert "long: left for another start; it may take 7 of 3.0 minutes" in capsys.readouterr().out
+    assert "long: left for another start; it may take 7 minutes, 3.0 are left" in capsys.readouterr().out
 
 
 def test_it_goes_on_where_it_was_killed(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_the_page_links_to_the_pages_of_what_is_done_and_says_why_what_is_not() 
     page = gpu.page({"parts": {"one": done, "two": late}})
     assert "| one | Speed. | done | 61 | [x_gpu](x_gpu.md) |" in page
     assert "| two | Speed. | timeout | 61 | - |" in page
-    assert "It ended as `timeout`: not done after 60 s\n\n```\nstep 3\n```" in page
+    assert "Status `timeout`: not done after 60 s\n\n```\nstep 3\n```" in page
     assert "A GPU, driver 1; torch 2; 2026-01-01." in page
 
 

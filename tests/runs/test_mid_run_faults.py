@@ -174,9 +174,9 @@ def test_a_clock_that_is_set_back_spoils_no_figure(recipe: str, tmp_path: Path) 
 
 
 @pytest.mark.nightly
-def test_damage_to_any_kind_of_file_is_noticed_and_the_checkpoint_before_is_taken() -> None:
+def test_damage_to_any_kind_of_file_is_detected_and_the_previous_checkpoint_is_used() -> None:
     status, output = run_to_its_end([tool("python"), "benchmarks/corruption.py", "--layouts", "ddp", "pipeline"])
     assert status == 0, output[-3000:]
-    noticed = re.findall(r"(\d+) of (\d+) \|$", output, re.MULTILINE) + re.findall(r"(\d+) of (\d+) noticed", output)
-    assert len(noticed) == 3, output[-3000:]  # two layouts and all
-    assert all(int(found) == int(tried) > 0 for found, tried in noticed), output[-3000:]
+    detected = re.findall(r"(\d+) of (\d+) \|$", output, re.MULTILINE) + re.findall(r"(\d+) of (\d+) detected", output)
+    assert len(detected) == 3, output[-3000:]  # two layouts and all
+    assert all(int(found) == int(tried) > 0 for found, tried in detected), output[-3000:]
