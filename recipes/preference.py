@@ -1,8 +1,8 @@
 """Train a language model on preferences (DPO, IPO, KTO, ORPO, SimPO), or a reward model, in full or with LoRA.
 
     deepspeed --num_gpus 2 recipes/preference.py          # small, offline, on Python's docstrings against shuffled ones
-    deepspeed --num_gpus 8 recipes/preference.py --deepspeed zero3 --model_name_or_path FOLDER --train_file preferences.jsonl
-    python recipes/preference.py --loss reward --model_name_or_path FOLDER --train_file preferences.jsonl --output_dir reward
+    deepspeed --num_gpus 8 recipes/preference.py --deepspeed zero3 --model_name_or_path MODEL --train_file answers.jsonl
+    python recipes/preference.py --loss reward --model_name_or_path MODEL --train_file answers.jsonl --output_dir reward
 
 It also starts with plain `python`, `torchrun` and `accelerate launch`, and takes every flag of the Trainer's
 TrainingArguments; `--help` lists all flags. docs/preference.md describes the rows, and what each loss is for.

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-REAL_TOKENS = "real_tokens"  # number of tokens in a micro-batch, without padding
+REAL_TOKENS = "real_tokens"  # number of tokens in each row of a micro-batch, without padding
 IGNORED = -100  # the label that torch's cross entropy ignores
 
 
@@ -247,7 +247,7 @@ class Collator:
             ]
             batch[name] = torch.stack(padded)
         if "position_ids" in batch:
-            batch[REAL_TOKENS] = torch.tensor([sum(sizes)])  # there is no mask to count by; the Trainer removes it
+            batch[REAL_TOKENS] = torch.tensor(sizes)  # there is no mask to count by; the Trainer removes it
         else:
             batch["attention_mask"] = (torch.arange(longest)[None] < torch.tensor(sizes)[:, None]).long()
         return batch

@@ -49,7 +49,7 @@ class SharedTexts:
         mask, real = batch.pop("attention_mask", None), batch.pop(REAL_TOKENS, None)
         ids = batch["input_ids"]
         if real is None:
-            real = torch.tensor([ids.numel()]) if mask is None else mask.sum().reshape(1)
+            real = torch.tensor([ids.numel()]) if mask is None else mask.sum()
         missing = -ids.shape[1] % self.size
         batch = {name: torch.nn.functional.pad(value, (0, missing), value=FILL[name]) for name, value in batch.items()}
         length = ids.shape[1] + missing
@@ -59,5 +59,5 @@ class SharedTexts:
         share = length // self.size
         part = slice(self.rank * share, (self.rank + 1) * share)
         shared = {name: value[:, part].contiguous() for name, value in batch.items()}
-        shared[REAL_TOKENS] = real if self.rank == 0 else torch.zeros_like(real)
+        shared[REAL_TOKENS] = real.sum().reshape(1) * (self.rank == 0)
         return shared if documents is None else {**shared, WHOLE_POSITIONS: documents}

@@ -21,6 +21,7 @@ from finetune.generation.judging import USUAL_METRICS, TextMetrics, over_ranks, 
 from finetune.models.causal import CausalSource
 from finetune.models.source import positions_of
 from finetune.run.flags.language import GeneratedAnswerArguments
+from finetune.training.experts import RoutedMixin
 from finetune.training.figures import more_is_better
 from finetune.training.metrics import language_metrics, settle_best_metric
 from finetune.training.start import Session
@@ -31,7 +32,7 @@ OWN_FIGURES = ("loss", "perplexity", "bits_per_byte", "bits_per_character", "tok
 PREDICTIONS = "predictions.jsonl"
 
 
-class AnsweringTrainer(FinetuneTrainer):
+class AnsweringTrainer(RoutedMixin, FinetuneTrainer):
     """Answers the held-out prompts after computing their loss. `written` has the last evaluation's answers, in the
     order of the documents, the same on all ranks."""
 

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from finetune.errors import RequestError, first_line, plain
+from finetune.models.adapter_targets import MAX_SHOWN, is_linear, matches, targets_of
 from finetune.models.source import OF_LABELS, Kept
 from finetune.run.facts import base_dtype, check_sharded
 from finetune.run.flags.adapter import OF_NEW_ADAPTERS, AdapterArguments
 from finetune.run.run import Run
 
 MERGED_FOLDER = "merged"  # in the run folder
-MAX_SHOWN = 20
 WITHOUT_NEW_HEAD = ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION")  # a pretrained head, or none at all
-ALL_LINEAR = "all-linear"  # peft's word
 POOLER = "pooler"  # as in BERT; masked language models are pretrained without it
 
 
@@ -40,6 +37,17 @@ def check_adapter(run: Run, adapter: Path | None, shards: bool) -> None:
         )
     if shape := next((name for name in OF_NEW_ADAPTERS if name in run.given), None):
         raise RequestError(f"{run.said(shape)}, but the adapter in --model_name_or_path sets its own. Drop it.")
+
+
+def check_expert_adapter(model: Any) -> None:
+    """Raises RequestError if an adapter is on experts' tensors, which peft 0.21 replaces for each forward pass
+    (tuners/lora/layer.py, ParamWrapper): where weights are sharded, it would find empty ones."""
+    for config in getattr(model, "peft_config", {}).values():
+        if experts := getattr(config, "target_parameters", None):
+            raise RequestError(
+                f"an adapter on {', '.join(sorted(experts))}, but ZeRO-3 and FSDP shard weights, and peft replaces the "
+                "experts' tensors as a whole. Use zero2, zero1 or no DeepSpeed, or adapt linear layers only."
+            )
 
 
 def kept_as(run: Run, adapter: Path | None, bf16: bool) -> Kept:
@@ -76,25 +84,17 @@ def _opened(model: Any, adapter: Path, is_trainable: bool) -> Any:
 
 
 def _new(model: Any, arguments: AdapterArguments, task: str) -> Any:
-    """`model` with LoRA on linear layers; only the LoRA weights and a classifier's head are trained. Raises
-    RequestError if no layer matches."""
+    """`model` with LoRA on linear layers, and on the experts that are named; only the LoRA weights and a classifier's
+    head are trained. Raises RequestError if no layer matches."""
     from peft import LoraConfig, get_peft_model
 
-    linear = Counter(name.rsplit(".", 1)[-1] for name, module in model.named_modules() if _is_linear(module))
-    wanted = arguments.lora_target_modules
-    layers = [name for name, module in model.named_modules() if _is_linear(module) or isinstance(module, nn.Embedding)]
-    wanted = None if wanted == [ALL_LINEAR] else wanted
-    missing = [name for name in wanted or () if not any(_matches(layer, name) for layer in layers)]
-    if missing:
-        there = ", ".join(f"{name} ({count})" for name, count in linear.most_common(MAX_SHOWN))
-        raise RequestError(
-            f"--lora_target_modules {missing[0]}: no linear layer has this name. The model has: {there}."
-        )
+    linear, experts = targets_of(model, arguments)
     config = LoraConfig(
         r=arguments.lora_r,
         lora_alpha=arguments.lora_alpha,
         lora_dropout=arguments.lora_dropout,
-        target_modules=wanted or ALL_LINEAR,
+        target_modules=linear,
+        target_parameters=experts or None,
         exclude_modules=_unread(model, task) or None,
         modules_to_save=saved_modules(model, arguments, task) or None,
         use_dora=arguments.lora_use_dora,
@@ -108,7 +108,7 @@ def _unread(model: Any, task: str) -> list[str]:
     """Linear layers that no loss depends on: an adapter there would get no gradient, and DDP would fail."""
     if task != "FEATURE_EXTRACTION":
         return []
-    return [name for name, module in model.named_modules() if _is_linear(module) and name.partition(".")[0] == POOLER]
+    return [name for name, module in model.named_modules() if is_linear(module) and name.partition(".")[0] == POOLER]
 
 
 def saved_modules(model: Any, arguments: AdapterArguments, task: str) -> list[str]:
@@ -118,7 +118,7 @@ def saved_modules(model: Any, arguments: AdapterArguments, task: str) -> list[st
     ends = [part for part in both if part is not None]
     is_tied = len(ends) > 1 and ends[0].weight is ends[1].weight
     for name in asked:
-        found = [module for full, module in model.named_modules() if _matches(full, name)]
+        found = [module for full, module in model.named_modules() if matches(full, name)]
         if not found:
             names = [name for name, _ in model.named_modules() if name and name.count(".") < 2]
             there = ", ".join(names[:MAX_SHOWN])
@@ -162,11 +162,3 @@ def write_merged(folder: Path, build: Callable[[], Any], tokenizer: Any) -> Path
     merged.save_pretrained(str(folder / MERGED_FOLDER))
     tokenizer.save_pretrained(str(folder / MERGED_FOLDER))
     return folder / MERGED_FOLDER
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # GPT-2's
-
-
-def _matches(full: str, wanted: str) -> bool:
-    return full == wanted or full.endswith(f".{wanted}")

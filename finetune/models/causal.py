@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.activations import ACT2FN
 
 from finetune.data.tokenizer import rows_of
@@ -25,7 +26,7 @@ from finetune.models.source import (
 from finetune.run.decoders import refuse_encoder
 from finetune.run.facts import tokens_of
 from finetune.run.flags.language import CausalModelArguments
-from finetune.run.sizes import gptlite_shape
+from finetune.run.sizes import MOE_TYPE, causal_shape
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,19 @@ def find_causal_source(arguments: CausalModelArguments, block_size: int | None) 
     otherwise = "." if name else f", or more with --config_overrides max_position_embeddings={block_size}."
     length = tokens_of("block_size", block_size, most, otherwise=otherwise)
     if model is None:
-        what = f"GPT-lite from scratch, size {arguments.model_size}"
+        kind = "mixture of experts" if config.model_type == MOE_TYPE else "GPT-lite"
+        what = f"{kind} from scratch, size {arguments.model_size}"
         return CausalSource(config, tokenizer, length, None, what, None)
     place = model.hub_id or str(Path(model.base).expanduser())
     return CausalSource(config, tokenizer, length, place, model.words, model.hub_id, model.adapter)
 
 
-def scratch_config(arguments: CausalModelArguments) -> GPTLiteConfig:
-    """The config for --model_size with --config_overrides. Raises RequestError for what a GPT-lite does not support."""
-    config = GPTLiteConfig(**gptlite_shape(arguments.model_size, arguments.config_overrides))
+def scratch_config(arguments: CausalModelArguments) -> GPTLiteConfig | Qwen3MoeConfig:
+    """The config for --model_size with --config_overrides. Raises RequestError for what the model does not support."""
+    shape = causal_shape(arguments.model_size, arguments.config_overrides)
+    if shape.pop("model_type") == MOE_TYPE:
+        return Qwen3MoeConfig(**shape)
+    config = GPTLiteConfig(**shape)
     if config.hidden_act not in ACT2FN:
         raise RequestError(
             f"--config_overrides hidden_act={config.hidden_act}: there is no such activation in transformers."
@@ -88,9 +93,7 @@ def build_causal_lm(
     pretrained model embeds, unless --resize_embeddings."""
     config = settled_config(arguments, source, tokenizer)
     if source.pretrained is None:
-        model = GPTLiteForCausalLM(config)
-        draw_weights(model, seed)
-        return model
+        return _from_scratch(config, seed)
     embedded = config.get_text_config().vocab_size
     chosen: dict[str, Any] = {}
     if arguments.attn_implementation:
@@ -99,6 +102,18 @@ def build_causal_lm(
     model = load_weights(AutoModelForCausalLM, source.pretrained, source.config, is_local, arguments, kept, **chosen)
     if (rows := rows_of(tokenizer)) > embedded:
         model.resize_token_embeddings(rows)
+    return model
+
+
+def _from_scratch(config: Any, seed: int) -> Any:
+    """A new model with weights from `seed`, whole on each rank: `from_config` would shard it under ZeRO-3, and each
+    rank would draw weights of its own."""
+    if config.model_type == MOE_TYPE:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return Qwen3MoeForCausalLM(config)
+    model = GPTLiteForCausalLM(config)
+    draw_weights(model, seed)
     return model
 
 

@@ -8,6 +8,7 @@ head, so that ZeRO-3, FSDP and DDP see the weight used by the module that owns i
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,9 +23,9 @@ from finetune.run.facts import loss_chunk_tokens
 PROBE_VOCABULARY = 16
 
 
-def choose_chunk_tokens(asked: int | None, model: Any, device: str) -> int:
-    """Rows of logits per chunk; 0 for all at once. If this torch or the model does not support chunks, raises
-    RequestError when they were `asked` for, and else returns 0."""
+def choose_chunk_tokens(asked: int | None, model: Any, device: str, changes: Mapping[str, Any] | None = None) -> int:
+    """Rows of logits per chunk; 0 for all at once. If this torch or the model, with `changes` to its config, does not
+    support chunks, raises RequestError when they were `asked` for, and else returns 0."""
     can = hasattr(nn.functional, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions")
     if asked and not can:
         raise RequestError(
@@ -32,7 +33,7 @@ def choose_chunk_tokens(asked: int | None, model: Any, device: str) -> int:
             "on a GPU use --use_liger_kernel True."
         )
     chunk = loss_chunk_tokens(asked, model.config.get_text_config().vocab_size, device)
-    reason = refusal(model) if chunk and can else None
+    reason = refusal(model, changes) if chunk and can else None
     if reason and asked:
         raise RequestError(f"--loss_chunk_tokens {asked}: {reason}. Set it to 0.")
     return 0 if reason or not can else chunk
@@ -125,8 +126,8 @@ def row_figures(logits: Any, labels: torch.Tensor) -> torch.Tensor:
     return flat.reshape(*labels.shape, 3).sum(dim=1)
 
 
-def refusal(model: Any) -> str | None:
-    """Why the loss of `model` cannot be computed in chunks; None if it can.
+def refusal(model: Any, changes: Mapping[str, Any] | None = None) -> str | None:
+    """Why the loss of `model`, with `changes` to its config, cannot be computed in chunks; None if it can.
 
     Some models scale or cap their logits after the head (Granite, Cohere, Gemma 2), or add to the loss (the routers of
     mixtures of experts), which a head that returns the loss would silently skip. So a small copy is tried: its chunked
@@ -145,7 +146,7 @@ def refusal(model: Any) -> str | None:
     }
     try:
         with torch.enable_grad():
-            twin = small_copy(model, PROBE_VOCABULARY)
+            twin = small_copy(model, PROBE_VOCABULARY, changes)
             plain = twin(**batch).loss.item()
             use_chunked_loss(twin, PROBE_VOCABULARY)
             chunked = twin(**batch).loss.item()

@@ -228,8 +228,8 @@ def _subject(run: Run, machine: Machine, params_per_layer: int | None, notes: li
 def _chunk(run: Run, model: Model, machine: Machine) -> int:
     asked = run.value("loss_chunk_tokens")
     adapted = [*(run.value("lora_modules_to_save") or ()), *(run.value("lora_target_modules") or ())]
-    # A capped head, or a router that adds to the loss (finetune.models.chunked_loss inspects the model itself).
-    does_more = model.family in CAPPED or model.sizes.is_on("output_router_logits", False)
+    routers_add = model.sizes.is_on("output_router_logits", False) and "router_aux_loss_coef" not in run.recipe.flags
+    does_more = model.family in CAPPED or routers_add  # finetune.models.chunked_loss inspects the model itself
     is_whole = "lm_head" in adapted or (not asked and does_more)
     if run.stages is not None or model.head != CAUSAL or is_whole or model.trace is not None:
         return 0

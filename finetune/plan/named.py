@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError
-from finetune.run.sizes import GPTLITE_SIZES
+from finetune.run.sizes import GPTLITE_SIZES, MOE_TYPE, causal_shape
 
 TABLE = Path(__file__).resolve().parent / "models.json"
 MOST_HINTS = 4
@@ -79,16 +79,19 @@ def model_names() -> list[str]:
     return list(_table())
 
 
-def gptlite_config(shape: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+def scratch_config(shape: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     """The config of a model from scratch: `shape` from `finetune.run.sizes`, the vocabulary size from the tokenizer."""
-    return {"model_type": "gptlite", "architectures": ["GPTLiteForCausalLM"], "vocab_size": vocab_size, **shape}
+    names = {"gptlite": "GPTLiteForCausalLM", MOE_TYPE: "Qwen3MoeForCausalLM"}
+    return {"architectures": [names[shape["model_type"]]], "vocab_size": vocab_size, **shape}
 
 
 @functools.cache
 def _table() -> dict[str, dict[str, Any]]:
     found = dict(json.loads(TABLE.read_text(encoding="utf-8")))
-    for size, shape in GPTLITE_SIZES.items():
-        found[f"{GPTLITE}{size}"] = {"config": gptlite_config(shape, VOCABULARIES.get(size, CHARACTERS))}
+    for size in GPTLITE_SIZES:
+        found[f"{GPTLITE}{size}"] = {
+            "config": scratch_config(causal_shape(size, None), VOCABULARIES.get(size, CHARACTERS))
+        }
     return found
 
 

@@ -12,7 +12,7 @@ from finetune.plan.families import FAMILIES
 from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, LABELLED, MASKED, SEQ2SEQ, SPANS, TAGS, VECTORS, Sizes
 from finetune.plan.families.t5 import SEQ2SEQS
 from finetune.plan.model import Model, head_of_class, is_block_linear, model_of, read_config
-from finetune.plan.named import CHARACTERS, Named, find_model, gptlite_config
+from finetune.plan.named import CHARACTERS, Named, find_model, scratch_config
 from finetune.plan.unknown import traced_model
 from finetune.plan.values import Lora
 from finetune.run.choose import candidates, is_told
@@ -25,7 +25,7 @@ from finetune.run.launch import Launch
 from finetune.run.paths import named_in
 from finetune.run.resolve import resolve
 from finetune.run.run import Run
-from finetune.run.sizes import DISTILBERT_SIZES, distilbert_shape, gptlite_shape, resnet_shape
+from finetune.run.sizes import DISTILBERT_SIZES, causal_shape, distilbert_shape, resnet_shape
 from finetune.safe_read import read_json_object
 
 SHAPING = ("model_size", "config_overrides", "tokenizer", "bpe_vocab_size")  # flags of a model from scratch
@@ -169,7 +169,7 @@ def _scratch_config(run: Run, notes: list[str]) -> dict[str, Any]:
         notes.append(f"a vocabulary of {config['vocab_size']:,} tokens is assumed; the data decides")
         return config
     if CausalModelArguments in run.recipe.groups:
-        return _gptlite(run, size, notes)
+        return _causal(run, size, notes)
     if ImageModelArguments in run.recipe.groups:
         return _resnet(run, size, notes)
     config = {
@@ -185,13 +185,13 @@ def _scratch_config(run: Run, notes: list[str]) -> dict[str, Any]:
     return config
 
 
-def _gptlite(run: Run, size: str, notes: list[str]) -> dict[str, Any]:
+def _causal(run: Run, size: str, notes: list[str]) -> dict[str, Any]:
     kind = run.value("tokenizer")
     if kind == "char":
         notes.append(f"a vocabulary of {CHARACTERS} characters is assumed; the text decides")
     vocabularies = {"char": CHARACTERS, "byte": BYTES, "bpe": run.value("bpe_vocab_size")}
     said = f"--config_overrides ({run.source('config_overrides')})"
-    return gptlite_config(gptlite_shape(size, run.value("config_overrides"), said), vocabularies[kind])
+    return scratch_config(causal_shape(size, run.value("config_overrides"), said), vocabularies[kind])
 
 
 def _resnet(run: Run, size: str, notes: list[str]) -> dict[str, Any]:
@@ -214,6 +214,12 @@ def lora_of(run: Run, model: Model) -> Lora | None:
     every = sorted({tensor.name.split(".")[-2] for tensor in model.tensors if is_block_linear(tensor)})
     asked = run.value("lora_target_modules")
     targets = tuple(every if asked in (None, ["all-linear"]) else asked)
+    fused = {tensor.name for tensor in model.tensors if len(tensor.shape) == 3}
+    if of_experts := [name for name in targets if any(f".{full}".endswith(f".{name}") for full in fused)]:
+        raise RequestError(
+            f"{run.said('lora_target_modules')}: adapters of experts ({of_experts[0]}) are trained, but not planned. "
+            "Plan without them."
+        )
     heads = FAMILIES[model.family].heads[model.head](model.sizes) if model.head in LABELLED else ()
     own = dict.fromkeys(name.rpartition(".")[0] for name, _ in heads)
     saved = (*own, *(run.value("lora_modules_to_save") or ()))

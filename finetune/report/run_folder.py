@@ -13,7 +13,7 @@ from typing import Any
 from finetune.errors import RequestError
 from finetune.privacy import HIDDEN, TOKEN, hidden, is_secret, names_a_secret
 from finetune.report.text import as_dict, as_list, as_number
-from finetune.run.files import RUN_RECORD
+from finetune.run.files import EXPERT_LOAD, RUN_RECORD
 from finetune.safe_read import read_bytes, read_json_lines, read_json_object, read_yaml
 
 METRICS, RESULTS, ENVIRONMENT, RECIPE = "metrics.jsonl", "all_results.json", "environment.json", RUN_RECORD
@@ -37,6 +37,7 @@ class RunFolder:
     schedule: dict[str, Any] = field(default_factory=dict)
     confusion: dict[str, Any] = field(default_factory=dict)
     profile: dict[str, Any] = field(default_factory=dict)
+    experts: dict[str, Any] = field(default_factory=dict)
     samples: str = ""
     card: str = ""
     pictures: dict[str, bytes] = field(default_factory=dict)
@@ -78,6 +79,7 @@ def read_run(folder: Path, name: str) -> RunFolder:
     run.schedule = read_json(folder / "schedule.json", notes)
     run.confusion = read_json(folder / "confusion_matrix.json", notes)
     run.profile = read_json(folder / "profile" / "summary.json", notes, folder)
+    run.experts = read_json(folder / EXPERT_LOAD, notes)
     run.samples, run.card = read_text(folder / "samples.md", notes), read_text(folder / "README.md", notes)
     for picture in sorted((*folder.glob("*.png"), *folder.glob("profile/*.png")))[:MOST_PICTURES]:
         data = _tried(picture, notes, partial(read_bytes, picture, LARGEST_PICTURE_BYTES, folder)) or b""

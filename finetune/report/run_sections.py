@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from finetune.plan.plan import Plan
 from finetune.report.charts import confusion_picture
+from finetune.report.expert_pictures import load_picture
 from finetune.report.page import Block, Section, drawn
 from finetune.report.plan_pictures import memory_bars
 from finetune.report.run_curves import curves_of
@@ -28,7 +29,7 @@ SPEED = ("real_tokens_per_second", "samples_per_second", "step_seconds_median", 
          "padding_share", "peak_memory_gib", "train_runtime")  # fmt: skip
 MEASURED_ON_GPU = "Measured on a GPU: the allocator's peak."
 MEASURED_ON_CPU = "Measured on a CPU: the peak resident set of the process, including Python and its libraries."
-SHOWN_BY_SVG = {"confusion_matrix.png", "schedule.png", "training_curve.png"}
+SHOWN_BY_SVG = {"confusion_matrix.png", "experts.png", "schedule.png", "training_curve.png"}
 
 
 def run_sections(runs: Sequence[RunFolder]) -> list[Section]:
@@ -39,6 +40,7 @@ def run_sections(runs: Sequence[RunFolder]) -> list[Section]:
         Section("Curves", (Block("curves", curves),) if curves else (Block("muted", "Nothing has been logged yet."),)),
         Section("Speed and memory", tuple(_cost(runs, plans))),
         Section("Confusion matrix", _of_each(runs, _confusion)),
+        Section("Experts", _of_each(runs, _experts)),
         Section("Pipeline schedule", _of_each(runs, _schedule)),
         Section("Profile", _of_each(runs, lambda run: profile_blocks(run.profile))),
         Section("Samples", _of_each(runs, _samples)),
@@ -161,6 +163,11 @@ def _planned_words(pairs: Sequence[tuple[RunFolder, Plan]]) -> str:
 def _confusion(run: RunFolder) -> list[Block]:
     words = "True against predicted labels"
     return drawn(confusion_picture, run.confusion, caption=True) or _image(run, "confusion_matrix.png", words)
+
+
+def _experts(run: RunFolder) -> list[Block]:
+    words = "Tokens of each expert"
+    return drawn(load_picture, run.experts, caption=True) or _image(run, "experts.png", words)
 
 
 def _schedule(run: RunFolder) -> list[Block]:

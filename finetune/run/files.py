@@ -13,6 +13,14 @@ SENTENCE_FILES = (SENTENCE_MODULES, SENTENCE_SIZES, SENTENCE_SETTINGS, SENTENCE_
 RUN_RECORD = "recipe.yaml"  # its presence shows that a recipe wrote this folder
 STATE_FILE = "trainer_state.json"  # in a checkpoint: its step, its epoch, its log
 IDENTITY = "run.json"  # in a run folder and in each checkpoint: which run it belongs to, and what determines its course
+EXPERT_LOAD = "experts.json"  # the tokens of each expert of a mixture between the last two logs
+EXPERT_PICTURE = "experts.png"
+# Pictures that a run may have written by the time it writes its model card, and their captions there.
+PICTURES = {
+    "profile/parts.png": "Where a step's time went, by part and rank",
+    "schedule.png": "A step of the pipeline, planned and measured",
+    EXPERT_PICTURE: "The tokens of each expert between the last two logs",
+}
 PIPELINE_RECORD = "pipeline.json"  # in a checkpoint of a pipeline
 UNFINISHED = "unfinished-"  # prefix of a folder that is being written
 DELETING = "deleting-"  # prefix of a folder that is being deleted

@@ -49,37 +49,96 @@ GPTLITE_SETTINGS: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-GPTLITE_COUNTS = (
+COUNTS = (
     *("num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "intermediate_size"),
+    *("num_key_value_heads", "head_dim", "moe_intermediate_size", "num_experts", "num_experts_per_tok"),
 )
+SHARES = ("dropout", "attention_dropout")
+
+# Mixtures of experts, in the architecture of Qwen3-MoE (transformers, models/qwen3_moe/): all layers have experts, and
+# the routers' loss is on. `moe-tiny` has the width and depth of GPT-lite's `tiny`, and the 2 experts that a token gets
+# have the inner width of its feed-forward part.
+MOE_TYPE = "qwen3_moe"
+MOE_SIZES: dict[str, dict[str, Any]] = {
+    "moe-tiny": {
+        "num_hidden_layers": 4,
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "moe_intermediate_size": 256,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.01,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "use_cache": True,
+    },
+}
+CAUSAL_SIZES = (*GPTLITE_SIZES, *MOE_SIZES)
+
+
+def causal_shape(size: str, overrides: str | None, said: str = "--config_overrides") -> dict[str, Any]:
+    """The config of a causal language model from scratch, except its vocabulary, with its `model_type`. Raises
+    RequestError as `gptlite_shape` does."""
+    if size in GPTLITE_SIZES:
+        return {"model_type": "gptlite", **gptlite_shape(size, overrides, said)}
+    shape = _changed(MOE_SIZES[size], MOE_SIZES[size], overrides, said, "mixture of experts")
+    if shape["num_experts_per_tok"] > shape["num_experts"]:
+        raise RequestError(
+            f"{said} num_experts_per_tok={shape['num_experts_per_tok']}: there are {shape['num_experts']} experts. "
+            "Give at most as many."
+        )
+    if shape["num_attention_heads"] % shape["num_key_value_heads"]:
+        raise RequestError(
+            f"{said} num_key_value_heads={shape['num_key_value_heads']}: must divide the "
+            f"{shape['num_attention_heads']} of num_attention_heads."
+        )
+    if shape["head_dim"] % 2:
+        raise RequestError(f"{said} head_dim={shape['head_dim']}: must be even, for rotary positions.")
+    return {"model_type": MOE_TYPE, **shape}
 
 
 def gptlite_shape(size: str, overrides: str | None, said: str = "--config_overrides") -> dict[str, Any]:
     """The settings of a GPT-lite from scratch, except its vocabulary: those of a size, changed by --config_overrides.
     Raises RequestError for unknown or invalid settings."""
-    shape = dict(GPTLITE_SIZES[size])
-    for part in filter(None, (overrides or "").split(",")):
-        name, _, value = (word.strip() for word in part.partition("="))
-        if not value:
-            raise RequestError(f"{said} {part}: write name=value, separated by commas.")
-        if name not in GPTLITE_SETTINGS:
-            raise RequestError(f"{said} {part}: a GPT-lite has no such setting. It has: {', '.join(GPTLITE_SETTINGS)}.")
-        try:
-            shape[name] = _as_kind_of(GPTLITE_SETTINGS[name], value)
-        except ValueError as error:
-            raise RequestError(f"{said} {part}: {error}") from error
+    shape = _changed(GPTLITE_SIZES[size], GPTLITE_SETTINGS, overrides, said, "GPT-lite")
     settled = GPTLITE_SETTINGS | shape
-    for name in GPTLITE_COUNTS:
-        value = settled[name]
-        if value is not None and (value < 1 or value != int(value)):
-            raise RequestError(f"{said} {name}={value}: must be a whole number of 1 or more.")
-    if not 0 <= settled["dropout"] < 1:
-        raise RequestError(f"{said} dropout={settled['dropout']}: must be 0 or more, and less than 1.")
     if settled["hidden_size"] % settled["num_attention_heads"]:
         raise RequestError(
             f"hidden_size {settled['hidden_size']} cannot be shared by {settled['num_attention_heads']} heads: "
             f"it must be a multiple of num_attention_heads. Change one with {said}."
         )
+    return shape
+
+
+def _changed(
+    shape: dict[str, Any], settings: dict[str, Any], overrides: str | None, said: str, what: str
+) -> dict[str, Any]:
+    """`shape` with --config_overrides, which may name what `settings` have."""
+    shape = dict(shape)
+    for part in filter(None, (overrides or "").split(",")):
+        name, _, value = (word.strip() for word in part.partition("="))
+        if not value:
+            raise RequestError(f"{said} {part}: write name=value, separated by commas.")
+        if name not in settings:
+            raise RequestError(f"{said} {part}: a {what} has no such setting. It has: {', '.join(settings)}.")
+        try:
+            shape[name] = _as_kind_of(settings[name], value)
+        except ValueError as error:
+            raise RequestError(f"{said} {part}: {error}") from error
+    settled = settings | shape
+    for name in (one for one in COUNTS if one in settled):
+        value = settled[name]
+        if value is not None and (value < 1 or value != int(value)):
+            raise RequestError(f"{said} {name}={value}: must be a whole number of 1 or more.")
+    for name in (one for one in SHARES if one in settled):
+        if not 0 <= settled[name] < 1:
+            raise RequestError(f"{said} {name}={settled[name]}: must be 0 or more, and less than 1.")
     return shape
 
 

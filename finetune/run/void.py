@@ -137,6 +137,7 @@ VOID = (
     Void(("distill_alpha", "distill_temperature", "teacher_top_k"), "teacher", (None,), "Add --teacher, or drop it."),
     Void(("teacher_top_k",), "distill_alpha", (0,), "The teacher has no influence. Drop it."),
     Void(("teacher",), "do_train", (False,), "A teacher is only for training. Drop it."),
+    Void(("router_aux_loss_coef",), "do_train", (False,), "It is only for training. Drop it."),
     Void(("profile_first_step",), "profile", (0,), "Give --profile the number of steps.", unless=OF_PROFILES[:2]),
     Void(("nan_limit",), "on_nan", tuple(one for one in POLICIES if one not in ("skip", "rollback"))),
     Void(("comm_hook_start_steps",), "ddp_comm_hook", tuple(one for one in HOOKS if one not in KEEPS_ERRORS)),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.models.adapters import check_adapter, kept_as, with_adapter
+from finetune.models.adapters import check_adapter, check_expert_adapter, kept_as, with_adapter
 from finetune.models.causal import CausalSource, build_causal_lm, find_causal_source, settled_config
 from finetune.models.chunked_loss import choose_chunk_tokens, use_chunked_loss
 from finetune.models.document_mask import check_document_mask
+from finetune.models.experts import ASKED, narrow
 from finetune.models.gptlite_pipeline import check_gptlite, gptlite_pipeline, pipeline_layers
 from finetune.models.pipeline import PipelineModel
 from finetune.models.sequence_parallel import check_sequence_parallel
@@ -20,6 +21,7 @@ from finetune.run.flags.language import (
     SampleArguments,
 )
 from finetune.run.flags.pipeline import PipelineArguments
+from finetune.training.experts import coefficient_for, watch_experts
 from finetune.training.loss import settle_loss_scaling
 from finetune.training.metrics import settle_language_arguments
 from finetune.training.pipeline.stages import check_cut
@@ -49,7 +51,12 @@ def language_model(session: Session, source: CausalSource, data: Any) -> Any:
     base = build_causal_lm(arguments, source, data.tokenizer, training.seed, kept)
     stop_at(base, data.account.turn_ends)
     model = with_adapter(base, adapter, source.adapter, session.run.task.adapter)
-    chunk = choose_chunk_tokens(arguments.loss_chunk_tokens, base, training.device.type)  # before peft wraps the head
+    if session.shards_weights:
+        check_expert_adapter(model)
+    router = coefficient_for(session, base)
+    changes = {**narrow(base), **({ASKED: False} if router else {})}  # `watch_experts` adds the routers' loss
+    device = training.device.type
+    chunk = choose_chunk_tokens(arguments.loss_chunk_tokens, base, device, changes)  # before peft wraps the head
     if chunk:
         base.accepts_loss_kwargs = True  # see use_chunked_loss
     else:
@@ -60,6 +67,7 @@ def language_model(session: Session, source: CausalSource, data: Any) -> Any:
         check_sequence_parallel(base, size, source.block_size)
     if chunk:
         use_chunked_loss(model, chunk)
+    watch_experts(session, base, model, router)
     return model
 
 

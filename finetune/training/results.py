@@ -21,6 +21,7 @@ from finetune.report.run_curves import training_curves
 from finetune.report.run_pictures import share_bars
 from finetune.report.shapes import WIDE
 from finetune.report.svg import write_png
+from finetune.run.files import PICTURES
 from finetune.run.flags.distillation import of_teacher
 from finetune.safe_read import read_json_object
 from finetune.training.merging import merged, use_of
@@ -271,11 +272,7 @@ def pictures_of(folder: Path, metric: str) -> list[tuple[str, str]]:
     if curves := training_curves(read_metrics(folder) if (folder / "metrics.jsonl").is_file() else [], metric):
         write_png(folder / "training_curve.png", curves)
         pictures.append(("training_curve.png", "Loss and metric over steps"))
-    if (folder / "profile" / "parts.png").is_file():
-        pictures.append(("profile/parts.png", "Where a step's time went, by part and rank"))
-    if (folder / "schedule.png").is_file():
-        pictures.append(("schedule.png", "A step of the pipeline, planned and measured"))
-    return pictures
+    return pictures + [(name, words) for name, words in PICTURES.items() if (folder / name).is_file()]
 
 
 def refuse_divergence(folder: Path) -> None:

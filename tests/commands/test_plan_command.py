@@ -519,12 +519,12 @@ def test_a_plan_says_which_known_model_a_name_was_taken_for(
 @pytest.mark.parametrize(
     ("name", "more", "is_chunked"),
     [("Qwen3-30B-A3B", {}, True), ("gpt-oss-20b", {}, True), ("gemma-2-2b", {}, False),
-     ("Qwen3-30B-A3B", {"output_router_logits": True}, False)],
+     ("Qwen3-30B-A3B", {"output_router_logits": True}, True)],
 )  # fmt: skip
 def test_a_loss_is_whole_where_more_than_a_linear_head_makes_it(
     name: str, more: dict[str, Any], is_chunked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As finetune.models.chunked_loss finds out of the real ones: routers alone add to it only if they are asked to."""
+    """As finetune.models.chunked_loss finds out of the real ones: the routers' part is added beside it."""
     (tmp_path / "config.json").write_text(json.dumps(find_model_config(name) | more))
     found = planned(
         capsys, str(tmp_path), "--recipe", "causal_lm", "--gpu", "H100", "--block_size", "512", "--no_search"

@@ -157,7 +157,7 @@ def test_an_unfinished_run_with_a_torn_last_line_is_shown_as_far_as_it_is(tmp_pa
 
 
 MARKED = ("metrics.jsonl", "all_results.json", "environment.json", "recipe.yaml", "schedule.json",
-          "confusion_matrix.json", "ds_config.json", "profile/summary.json")  # fmt: skip
+          "confusion_matrix.json", "ds_config.json", "experts.json", "profile/summary.json")  # fmt: skip
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", "[1, 2]", '{"a": NaN}', "\udcff", "[" * 3_000, "1e999"])

@@ -6,7 +6,7 @@ from upstream.row import Row
 
 TRAINER = "transformers.trainer:Trainer."
 MIXIN, SAVING, EVALUATION = "training/trainer.py", "training/saving.py", "training/evaluation.py"
-PREFERENCE, EMBEDDING = "training/preference.py", "training/embedding.py"
+PREFERENCE, EMBEDDING, EXPERTS = "training/preference.py", "training/embedding.py", "training/experts.py"
 IS_PUBLIC = "the method goes, or is no longer called from there: it is public"
 
 
@@ -243,6 +243,27 @@ PUBLIC = (
         "self, model, inputs, return_outputs=, num_items_in_batch=",
         "training_step prediction_step",
         "a row is several texts, and its loss hangs on all rows of a step",
+    ),
+    _public(
+        EXPERTS,
+        "get_batch_samples",
+        "self, epoch_iterator, num_batches, device",
+        "_run_epoch",
+        "the routers' loss needs the load of all micro-batches of a step",
+    ),
+    _public(
+        EXPERTS,
+        "training_step",
+        "self, model, inputs, num_items_in_batch=",
+        "_run_epoch",
+        "a step begins with a look at its micro-batches, and the tokens of each expert are counted",
+    ),
+    _public(
+        EXPERTS,
+        "log",
+        "self, logs, start_time=",
+        "_maybe_log_save_evaluate _finalize_training evaluate",
+        "with the routers' loss and the load of experts",
     ),
     _public(
         MIXIN,

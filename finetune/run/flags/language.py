@@ -8,7 +8,7 @@ from finetune.run.flag import FILE, METRIC, NAME_OR_PATH, TEMPLATE, flag
 from finetune.run.flags.text import ENCODING
 from finetune.run.on_resume import EVALUATED, GOES_ON, MODEL, NEVER, ROWS
 from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, TIMEOUT, Range
-from finetune.run.sizes import GPTLITE_SIZES
+from finetune.run.sizes import CAUSAL_SIZES
 
 PACKINGS = ("wrapped", "bfd", "none")
 OF_CHATS = ("chat_template", "reasoning", "train_on")  # completions use the first two, too
@@ -19,7 +19,7 @@ LEAST_BPE_VOCABULARY = 257  # the bytes and the end-of-text token
 
 @dataclass
 class CausalModelArguments:
-    """Which model. Without a name, a GPT-lite of `model_size` is trained from scratch."""
+    """Which model. Without a name, one of `model_size` is trained from scratch: a GPT-lite, or a mixture of experts."""
 
     model_name_or_path: str | None = flag(None, "hub id or folder of any causal LM", MODEL, path=NAME_OR_PATH)
     model_revision: str = flag("main", "branch, tag or commit on the hub", MODEL)
@@ -28,7 +28,7 @@ class CausalModelArguments:
     )
     trust_remote_code: bool = flag(False, "run Python code that comes with the model", GOES_ON)
     model_size: str = flag(
-        "tiny", f"size of a model from scratch: {', '.join(GPTLITE_SIZES)}", MODEL, choices=tuple(GPTLITE_SIZES)
+        "tiny", f"size of a model from scratch: {', '.join(CAUSAL_SIZES)}", MODEL, choices=CAUSAL_SIZES
     )
     config_overrides: str | None = flag(
         None,

@@ -88,13 +88,13 @@ def sequence_faults_here(run: Run, deepspeed: str | None) -> Iterator[str]:
 def look_at_heads(run: Run) -> None:
     """Raises RequestError if a folder's config.json, or a GPT-lite's shape, shows that its attention heads cannot be
     divided among the ranks."""
-    from finetune.run.sizes import gptlite_shape
+    from finetune.run.sizes import causal_shape
 
     name = run.value("model_name_or_path")
     file = Path(str(name)).expanduser() / "config.json"
     if run.sequence_parallel_size == 1 or (name and not file.is_file()):
         return
-    shape = read_json_object(file) if name else gptlite_shape(run.value("model_size"), run.value("config_overrides"))
+    shape = read_json_object(file) if name else causal_shape(run.value("model_size"), run.value("config_overrides"))
     check_heads(shape.get, run.sequence_parallel_size, run.value("block_size"))
 
 

@@ -6,6 +6,7 @@ from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.common import RunArguments
 from finetune.run.flags.compression import CompressionArguments
 from finetune.run.flags.distillation import CachedTeacherArguments, DistillArguments
+from finetune.run.flags.experts import ExpertArguments
 from finetune.run.flags.guards import GuardArguments
 from finetune.run.flags.language import (
     BlockArguments,
@@ -32,6 +33,7 @@ CAUSAL_LM = Recipe(
         CorpusArguments,
         BlockArguments,
         SequenceParallelArguments,
+        ExpertArguments,
         SampleArguments,
         GeneratedAnswerArguments,
         DistillArguments,

@@ -1,0 +1,42 @@
+"""The flag of mixtures of experts, and what their router loss does not go with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from finetune.run.flag import flag
+from finetune.run.on_resume import VALUES
+from finetune.run.range import NOT_NEGATIVE
+
+if TYPE_CHECKING:
+    from finetune.run.run import Run
+
+# Flags under which the loss is not the model's own, or its layers are not called one by one.
+REFUSED = {
+    "sequence_parallel_size": "a router's loss needs whole texts",
+    "teacher": "the loss is then computed outside the model, without the routers' part",
+    "torch_compile": "a compiled model's router loss is untested here",
+    "use_liger_kernel": "its forward pass computes the router loss by itself",
+}
+
+
+@dataclass
+class ExpertArguments:
+    """How the experts of a mixture are kept equally busy (docs/moe.md)."""
+
+    router_aux_loss_coef: float | None = flag(
+        None,
+        "weight of the loss that keeps experts equally busy; 0: none; default: as the model's config says",
+        VALUES,
+        range=NOT_NEGATIVE,
+    )
+
+
+def unsupported(run: Run) -> str | None:
+    """Why the routers' loss cannot be computed under the run's flags; None if it can."""
+    for name, why in REFUSED.items():
+        nothing = ("none", "false", "0", "0.0", "") + (("1",) if name == "sequence_parallel_size" else ())
+        if name in run.recipe.flags and str(run.value(name)).lower() not in nothing:
+            return f"{run.said(name)}, but the model has a router loss: {why}."
+    return None

@@ -1,0 +1,85 @@
+"""A mixture of experts from scratch, and the flag of its router's loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from finetune.errors import RequestError
+from finetune.plan.from_run import job_of
+from finetune.plan.machine import find_machine
+from finetune.run.facts import check_scratch
+from finetune.run.flags.experts import REFUSED, unsupported
+from finetune.run.flags.sequence_parallel import look_at_heads
+from finetune.run.launch import Launch
+from finetune.run.recipes.causal_lm import CAUSAL_LM
+from finetune.run.recipes.causal_lm_pipeline import CAUSAL_LM_PIPELINE
+from finetune.run.resolve import resolve
+from finetune.run.run import Run
+from finetune.run.sizes import causal_shape
+
+TINY = ("--model_size", "moe-tiny")
+
+
+def run_of(*argv: str, recipe: Any = CAUSAL_LM, ranks: int = 1) -> Run:
+    return resolve(recipe, list(argv), Launch(world_size=ranks, launcher="torchrun"), is_here=False)
+
+
+def test_a_size_is_a_config_that_overrides_change() -> None:
+    shape = causal_shape("moe-tiny", "num_experts=16, num_experts_per_tok=4")
+    assert (shape["model_type"], shape["num_experts"], shape["num_experts_per_tok"]) == ("qwen3_moe", 16, 4)
+    assert causal_shape("moe-tiny", None)["num_experts"] == 8
+    assert causal_shape("tiny", None)["model_type"] == "gptlite"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("dropout=0.1", "a mixture of experts has no such setting. It has: num_hidden_layers"),
+        ("num_experts=0", "num_experts=0: must be a whole number of 1 or more"),
+        ("num_experts_per_tok=9", "num_experts_per_tok=9: there are 8 experts"),
+        ("num_key_value_heads=3", "num_key_value_heads=3: must divide the 4"),
+        ("head_dim=7", "head_dim=7: must be even"),
+        ("attention_dropout=1", "attention_dropout=1.0: must be 0 or more"),
+    ],
+)
+def test_an_impossible_mixture_is_refused(overrides: str, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        causal_shape("moe-tiny", overrides)
+
+
+def test_a_pipeline_refuses_a_mixture() -> None:
+    with pytest.raises(RequestError, match=r"model_size is 'moe-tiny'.*only a GPT-lite runs as a pipeline"):
+        check_scratch(run_of(*TINY, "--pipeline_parallel_size", "2", recipe=CAUSAL_LM_PIPELINE, ranks=2))
+    with pytest.raises(RequestError, match="router_aux_loss_coef"):
+        run_of("--router_aux_loss_coef", "0.1", recipe=CAUSAL_LM_PIPELINE)
+
+
+def test_a_mixture_from_scratch_is_planned_with_all_its_experts_and_a_loss_in_chunks() -> None:
+    job, _, _ = job_of(run_of(*TINY, "--tokenizer", "bpe", "--bpe_vocab_size", "9000"), find_machine("H100-80GB"))
+    shapes = {tensor.name: tensor.shape for tensor in job.model.tensors}
+    assert shapes["model.layers.3.mlp.experts.gate_up_proj"] == (8, 512, 128)
+    assert job.loss_chunk_tokens == 2048
+
+
+def test_texts_of_a_mixture_with_a_router_loss_are_not_shared() -> None:
+    with pytest.raises(RequestError, match="router"):
+        look_at_heads(run_of(*TINY, "--sequence_parallel_size", "2"))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_flags_that_the_loss_does_not_go_with_are_found(name: str) -> None:
+    values = {"sequence_parallel_size": "2", "teacher": "a-model"}
+    assert unsupported(run_of()) is None
+    fault = unsupported(run_of(f"--{name}", values.get(name, "True")))
+    assert fault is not None
+    assert f"--{name} is" in fault
+    assert REFUSED[name] in fault
+
+
+def test_the_loss_is_only_for_training_and_not_negative() -> None:
+    with pytest.raises(RequestError, match="router_aux_loss_coef"):
+        run_of("--router_aux_loss_coef", "-1")
+    with pytest.raises(RequestError, match=r"router_aux_loss_coef.*does nothing"):
+        run_of("--router_aux_loss_coef", "0.1", "--do_train", "False")

@@ -1,0 +1,266 @@
+"""Mixtures of experts train with the loss, the gradient norm and the weights of one process that sees each global batch
+at once; experts that no token reaches hold nothing up."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import REPO, Finished, engine, gate_has, launch
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
+
+sys.path.append(str(REPO / "tests/generation"))
+from tiny_models import GROUPED, tokenizer
+
+pytestmark = pytest.mark.usefixtures("built_ops")
+
+RECIPE = "recipes/causal_lm.py"
+GLOBAL_BATCH = 4
+SHORT = {
+    "max_steps": 3,
+    "logging_steps": 1,
+    "do_eval": False,
+    "save_strategy": "no",
+    "bf16": False,
+    "learning_rate": 1e-3,
+    "adam_epsilon": 1e-4,  # the usual 1e-8 would turn rounding in tiny gradients into whole steps
+    "warmup_steps": 0,
+    "block_size": 64,
+    "sample_tokens": 0,
+    "max_grad_norm": "inf",  # measured, and not clipped
+    "router_aux_loss_coef": 0.5,
+}
+ONE_A_BLOCK, PACKED = {"packing": "none"}, {"packing": "bfd", "document_mask": True}
+COMMON = {**GROUPED, "num_hidden_layers": 2, "num_experts_per_tok": 2, "head_dim": 8, "initializer_range": 0.1}
+DEEPSEEK = {
+    **{name: value for name, value in COMMON.items() if name != "head_dim"},
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "mixtral": lambda: MixtralConfig(**COMMON, num_local_experts=8, sliding_window=None),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**COMMON, num_experts=8, moe_intermediate_size=16, norm_topk_prob=True),
+    "deepseek_v3": lambda: DeepseekV3Config(**DEEPSEEK),
+    "gpt_oss": lambda: GptOssConfig(**COMMON, num_local_experts=8, sliding_window=32),
+}
+NO_LOSS = {"router_aux_loss_coef": None}  # DeepSeek-V3 has none in transformers
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts, which are not learnt, and answers of 1 to 9 words; and rows of one letter each."""
+    folder = tmp_path_factory.mktemp("mixtures")
+    draw = random.Random(0)
+    words = "the cat sat on a mat and saw two birds in tall grass".split()
+    rows = [(draw.choices(words, k=draw.choice([1, 4])), draw.choices(words, k=draw.choice([1, 9]))) for _ in range(90)]
+    lines = [json.dumps({"prompt": " ".join(asked), "completion": f" {' '.join(said)}"}) for asked, said in rows]
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    letters = [json.dumps({"text": draw.choice("ab") * draw.choice([5, 30])}) for _ in range(90)]
+    (folder / "letters.jsonl").write_text("\n".join(letters))
+    return folder
+
+
+def saved(folder: Path, kind: str, change: Callable[[Any], None] = lambda model: None) -> Path:
+    if not folder.exists():
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(CONFIGS[kind]())
+        change(model)
+        model.save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(home: Path) -> Callable[..., Finished]:
+    made: dict[str, Finished] = {}
+
+    def train(ranks: int = 1, model: str = "mixtral", **values: Any) -> Finished:
+        key = repr((ranks, model, sorted(values.items())))
+        if key not in made:
+            flags = {"train_file": home / "rows.jsonl", "model_name_or_path": saved(home / model, model), **values}
+            launcher = "python" if ranks == 1 else "torchrun"
+            folder = Path(tempfile.mkdtemp(dir=home)) / "run"
+            made[key] = launch(launcher, folder, {**SHORT, **flags}, ranks=ranks, recipe=RECIPE)
+        return made[key]
+
+    return train
+
+
+def assert_same(run: Finished, truth: Finished, has_loss: bool = True) -> None:
+    assert len(run.steps) == len(truth.steps) == SHORT["max_steps"]
+    for name in ("loss", "expert_load_max", "experts_idle", *(["router_loss"] if has_loss else [])):
+        assert run.column(name) == pytest.approx(truth.column(name), rel=1e-6), name
+    assert run.column("grad_norm") == pytest.approx(truth.column("grad_norm"), rel=2e-6)
+    assert run.json("experts.json") == truth.json("experts.json")
+    weights, expected = (load_file(one.folder / "model.safetensors") for one in (run, truth))
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        assert torch.allclose(weight, expected[name], rtol=1e-6, atol=1e-6), name
+
+
+CASES = [
+    # model, ranks, engine, accumulation, rows
+    ("mixtral", 2, "zero3", 2, ONE_A_BLOCK),
+    ("qwen3_moe", 2, "none", 1, ONE_A_BLOCK),
+    ("mixtral", 1, "none", 2, ONE_A_BLOCK),
+    ("mixtral", 2, "none", 1, ONE_A_BLOCK),
+    ("mixtral", 2, "none", 2, PACKED),
+    ("mixtral", 2, "zero2", 1, PACKED),
+    ("mixtral", 2, "zero2", 2, ONE_A_BLOCK),
+    ("mixtral", 2, "zero3", 1, ONE_A_BLOCK),
+    ("qwen3_moe", 2, "zero3", 2, PACKED),
+    ("gpt_oss", 2, "zero3", 2, ONE_A_BLOCK),
+    ("gpt_oss", 2, "none", 2, ONE_A_BLOCK),
+    ("deepseek_v3", 2, "zero3", 1, ONE_A_BLOCK),
+    ("deepseek_v3", 2, "zero2", 2, ONE_A_BLOCK),
+]
+
+
+@pytest.mark.parametrize(("model", "ranks", "config", "steps", "rows"), gate_has(CASES[:1], CASES))
+def test_a_mixture_trains_as_one_process_does(
+    model: str, ranks: int, config: str, steps: int, rows: Any, trained: Callable[..., Finished]
+) -> None:
+    more = {**rows, **(NO_LOSS if model == "deepseek_v3" else {})}
+    truth = trained(model=model, deepspeed="none", per_device_train_batch_size=GLOBAL_BATCH, **more)
+    micro = GLOBAL_BATCH // (ranks * steps)
+    layout = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": steps, **engine(config)}
+    run = trained(ranks, model=model, **layout, **more)
+    assert_same(run, truth, has_loss=model != "deepseek_v3")
+
+
+EXTRAS = {
+    "checkpointing": {"activation_checkpointing": True},
+    "a loss in chunks": {"loss_chunk_tokens": 16},
+    "FSDP": {"fsdp": True, "deepspeed": None},
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_it_goes_with(extra: str, trained: Callable[..., Finished]) -> None:
+    truth = trained(deepspeed="none", per_device_train_batch_size=GLOBAL_BATCH, **ONE_A_BLOCK)
+    flags = {"deepspeed": "zero3", "gradient_accumulation_steps": 2, **ONE_A_BLOCK, **EXTRAS[extra]}
+    assert_same(trained(2, per_device_train_batch_size=1, **flags), truth)
+
+
+def by_letter(model: Any) -> None:
+    """Each letter has an expert of its own, and others get no token at all."""
+    for layer in model.model.layers:
+        layer.mlp.router.weight.data.zero_()
+        layer.mlp.router.bias.data[4:] = -50.0
+    model.model.embed_tokens.weight.data.mul_(10)
+    a, b = (model.model.embed_tokens.weight.data[ord(letter)] for letter in "ab")
+    for layer in model.model.layers:
+        layer.mlp.router.weight.data[:2], layer.mlp.router.weight.data[2:4] = a - b, b - a
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("config", ["zero2", "zero3"])
+def test_a_rank_whose_tokens_reach_other_experts_trains_on(
+    config: str, home: Path, trained: Callable[..., Finished]
+) -> None:
+    model = saved(home / "by_letter", "gpt_oss", by_letter)
+    flags = {"model_name_or_path": model, "train_file": home / "letters.jsonl", "text_column_name": "text"}
+    truth = trained(deepspeed="none", per_device_train_batch_size=2, **flags, **ONE_A_BLOCK)
+    run = trained(2, deepspeed=config, per_device_train_batch_size=1, **flags, **ONE_A_BLOCK)
+    assert_same(run, truth)
+    assert min(run.column("experts_idle")) >= 0.5
+
+
+def test_a_tiny_mixture_from_scratch_trains_saves_and_resumes(tmp_path: Path) -> None:
+    flags = {**SHORT, "model_size": "moe-tiny", "router_aux_loss_coef": None, "deepspeed": "none", "save_steps": 2}
+    flags |= {"save_strategy": "steps", "max_train_samples": 3, "do_eval": True, "eval_strategy": "no"}
+    flags |= {"max_eval_samples": 3, "config_overrides": "num_hidden_layers=2", "per_device_train_batch_size": 2}
+    run = launch("python", tmp_path / "run", flags, recipe=RECIPE)
+    assert "8 experts in each of 2 layers, 2 per token; router loss of the global batch x 0.01" in run.output
+    assert "experts.png" in (run.folder / "README.md").read_text()
+    found = run.json("experts.json")
+    assert (found["step"], len(found["layers"]), len(found["tokens"][0])) == (3, 2, 8)
+    assert all(0.9 < loss < 4 for loss in run.column("router_loss"))  # 2 if all experts are equally busy
+    model = AutoModelForCausalLM.from_pretrained(run.folder)
+    assert (model.config.model_type, model.config.output_router_logits) == ("qwen3_moe", True)
+    again = launch("python", tmp_path / "run", {**flags, "max_steps": 4, "resume": "auto"}, recipe=RECIPE)
+    assert len(again.steps) == 4
+
+
+EXPERTS = ["q_proj", "experts.gate_up_proj", "experts.down_proj"]
+LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": EXPERTS, "learning_rate": 1e-2, **ONE_A_BLOCK}
+
+
+@pytest.mark.parametrize("model", gate_has("gpt_oss", ["mixtral", "qwen3_moe", "gpt_oss"]))
+def test_adapters_of_experts_train_alike_and_open(model: str, home: Path, trained: Callable[..., Finished]) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    more = {"model": model, "merge_adapter": True, **LORA}
+    truth = trained(deepspeed="none", per_device_train_batch_size=GLOBAL_BATCH, **more)
+    run = trained(2, deepspeed="zero2", per_device_train_batch_size=1, gradient_accumulation_steps=2, **more)
+    weights, expected = (load_file(one.folder / "adapter_model.safetensors") for one in (run, truth))
+    assert len([name for name in weights if "experts" in name]) == 2 * 2 * 2  # layers, tensors, A and B
+    assert run.column("loss") == pytest.approx(truth.column("loss"), rel=1e-6)
+    for name, weight in weights.items():
+        assert torch.allclose(weight, expected[name], rtol=1e-5, atol=1e-5), name
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        before = AutoModelForCausalLM.from_pretrained(home / model).eval()(ids).logits
+        beside = AutoPeftModelForCausalLM.from_pretrained(truth.folder).eval()(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(truth.folder / "merged").eval()(ids).logits
+    assert torch.allclose(beside, merged, atol=1e-4)
+    assert not torch.allclose(before, merged, atol=1e-3)
+
+
+def test_adapters_of_sharded_experts_are_refused(home: Path, tmp_path: Path) -> None:
+    flags = {"train_file": home / "rows.jsonl", "model_name_or_path": saved(home / "gpt_oss", "gpt_oss"), **SHORT}
+    run = launch("python", tmp_path / "run", {**flags, **LORA, "deepspeed": "zero3"}, recipe=RECIPE, check=False)
+    assert run.status == 2
+    assert "an adapter on experts.down_proj, experts.gate_up_proj, but ZeRO-3 and FSDP shard weights" in run.errors[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"torch_compile": True}, "a compiled model's router loss is untested here"),
+        (
+            {"activation_checkpointing": True, "activation_checkpointing_kwargs": '{"use_reentrant": true}'},
+            "reentrant checkpointing gives the routers' loss no gradient",
+        ),
+    ],
+)
+def test_what_the_loss_does_not_go_with_is_refused(
+    flags: dict[str, Any], said: str, home: Path, tmp_path: Path
+) -> None:
+    named = {"train_file": home / "rows.jsonl", "model_name_or_path": saved(home / "mixtral", "mixtral")}
+    values = {**SHORT, **named, **flags, "deepspeed": "none"}
+    run = launch("python", tmp_path / "run", values, recipe=RECIPE, check=False)
+    assert run.status == 2
+    assert said in run.errors[0]
+    assert "--router_aux_loss_coef 0" in run.errors[0]
+
+
+def test_a_config_without_the_loss_is_followed_and_said(home: Path, trained: Callable[..., Finished]) -> None:
+    run = trained(deepspeed="none", per_device_train_batch_size=GLOBAL_BATCH, **ONE_A_BLOCK, **NO_LOSS)
+    assert "no router loss, as output_router_logits is false in the model's config" in run.output
+    assert "--router_aux_loss_coef 0.001 adds it" in run.output
+    assert all("router_loss" not in row and row["expert_load_max"] >= 1 for row in run.steps)
