@@ -62,7 +62,7 @@ def results(name: str) -> tuple[str, ...]:
 
 
 PARTS = (
-    Part("calibrate", "This GPU's profile for `finetune plan`: rates of products and kernels, the link to the host.",
+    Part("calibrate", "This GPU's profile for `finetune plan`: rates of products and memory, the link to the host.",
          (*PLAN, "--calibrate", MACHINE, "--ranks", "1"), 5, ("gpu_machine.json",)),
     Part("verify_gpt2", "GPT-2, 16 x 1,024 tokens, planned with that profile, then run.",
          (*PLAN, "gpt2", *VERIFY, "--per_device_train_batch_size", "16", "--block_size", "1024"), 2),

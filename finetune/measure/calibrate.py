@@ -30,8 +30,6 @@ from finetune.plan.named import find_model_config
 from finetune.plan.search import laid_out, shipped
 from finetune.plan.seconds import plan_seconds
 
-LARGE_SHARE = 0.25  # the fastest shapes, whose rate large products reach
-ROUNDS = 2  # some time apart, since a machine's speed varies
 QUICK = "--quick"
 PATIENCE_SECONDS = 1800.0
 MEASURED = "measured by finetune.measure.calibrate"
@@ -167,31 +165,22 @@ def measure(ranks: int, quick: bool, nvme_path: Path | None) -> Machine:
     from finetune.measure import links, rates
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    budget = rates.Budget(0.002, (2**14, 2**16), 2e7, (64, 256)) if quick else rates.Budget()
-    meet = distributed.barrier
-    base = _base(device)
-    gemms: list[list[Any]] = []
-    kernels: list[list[Any]] = []
-    for _ in range(1 if quick else ROUNDS):
-        for precision in _precisions(device):
-            gemms += rates.gemm_rows(device, precision, budget, meet)
-            kernels += rates.kernel_rows(device, precision, budget, meet)
-            kernels += rates.attention_rows(device, precision, budget, meet)
-        kernels += links.update_rows(device, budget, meet)
-    gemms, kernels = _typical(gemms), _typical(kernels)
+    budget = rates.Budget(0.002, 2**16, 1) if quick else rates.Budget()
+    meet, base = distributed.barrier, _base(device)
+    products = {kind: rates.product_rates(device, kind, budget, meet) for kind in _precisions(device)}
     found: dict[str, Any] = {
-        "gemm_table": tuple(tuple(row) for row in gemms),
-        "kernel_table": tuple(tuple(row) for row in kernels),
-        "launch_seconds": links.launch_seconds(device, 10 * budget.seconds),
+        # The fastest layer stands for the peak, which is unknown.
+        "peak_flops": {kind: max(flops) for kind, flops in products.items()},
+        "gemm_efficiency": {kind: statistics.mean(flops) / max(flops) for kind, flops in products.items()},
+        "memory_bandwidth": rates.stream_rate(device, budget, meet),
+        "memory_efficiency": 1.0,
+        "launch_seconds": links.launch_seconds(device, budget.seconds),
         "host_link": links.host_link(device, budget.seconds),
-        **_matrices(gemms),
-        **_streaming(kernels),
         **_sizes(device, ranks),
     }
     if ranks > 1:
-        found["collectives"] = links.collective_links(device, meet, 2**19 if quick else links.SIZES[-1])
-        found["intra_node"] = found["collectives"]["all_reduce"]
-    rate = None if quick else links.cpu_adam_rate(max(budget.elements), budget.seconds)
+        found["intra_node"] = links.ring(device, meet, 2**19 if quick else links.SIZES[-1])
+    rate = None if quick else links.cpu_adam_rate(budget.elements, budget.seconds)
     if rate:
         found["cpu_adam_parameters_per_second"] = rate * ranks
     if nvme_path:
@@ -200,14 +189,6 @@ def measure(ranks: int, quick: bool, nvme_path: Path | None) -> Machine:
         found |= {"nvme": disk} if disk else {}
     sources = {key: source for key, source in base.sources.items() if key not in found} | dict.fromkeys(found, MEASURED)
     return replace(base, **found, sources=sources)
-
-
-def _typical(rows: list[list[Any]]) -> list[list[Any]]:
-    """Merge rows that differ only in their rate, taking the geometric mean."""
-    found: dict[tuple[Any, ...], list[float]] = {}
-    for *key, rate in rows:
-        found.setdefault(tuple(key), []).append(rate)
-    return [[*key, round(statistics.geometric_mean(rates))] for key, rates in found.items()]
 
 
 def _base(device: str) -> Machine:
@@ -232,24 +213,6 @@ def _precisions(device: str) -> tuple[str, ...]:
 
     best = choose_precision(device != "cpu")
     return ("fp32",) if best == "fp32" else ("fp32", best)
-
-
-def _matrices(rows: list[list[Any]]) -> dict[str, Any]:
-    """Peak and efficiency per precision. The fastest shape stands for the peak, which is unknown; the mean of the
-    fastest quarter is what large shapes reach."""
-    peaks, shares = {}, {}
-    for precision in {row[3] for row in rows}:
-        found = sorted((row[4] for row in rows if row[3] == precision), reverse=True)
-        fast = found[: max(1, int(len(found) * LARGE_SHARE))]
-        peaks[precision] = float(found[0])
-        shares[precision] = sum(fast) / len(fast) / found[0]
-    return {"peak_flops": peaks, "gemm_efficiency": shares}
-
-
-def _streaming(rows: list[list[Any]]) -> dict[str, float]:
-    """Memory bandwidth, from adding the largest tensors."""
-    largest = max((row for row in rows if row[0] == "add"), key=lambda row: row[2])
-    return {"memory_bandwidth": float(largest[3]), "memory_efficiency": 1.0}
 
 
 def _sizes(device: str, ranks: int) -> dict[str, Any]:

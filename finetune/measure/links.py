@@ -14,11 +14,9 @@ import numpy as np
 import torch
 from torch import distributed, nn
 
-from finetune.measure.rates import WIDTH, Budget, seconds_of, synchronize
+from finetune.measure.rates import seconds_of, synchronize
 from finetune.plan.machine import Link, Nvme
-from finetune.plan.optimizers import KINDS
 from finetune.plan.tape import Tape
-from finetune.plan.update import DOUBLE_NORM_BYTES
 from finetune.plan.values import Numbers
 
 SIZES = (2**10, 2**16, 2**19, 2**21, 2**23, 2**25)  # bytes sent
@@ -27,37 +25,16 @@ LAYERS = 12
 TIMES = 9  # runs of a collective, the first of them to warm up
 
 
-def collective_links(device: str, meet: Callable[[], None], most: int = SIZES[-1]) -> dict[str, Link]:
-    """For each collective, the latency per ring step and the bus bandwidth that fit the measurements best. Ranks wait
+def ring(device: str, meet: Callable[[], None], most: int = SIZES[-1]) -> Link:
+    """The latency per step and the bus bandwidth with which a ring's formula fits measured all-reduces best. Ranks wait
     for each other first, as at a collective in a step."""
-    ranks, rank = distributed.get_world_size(), distributed.get_rank()
-    shares = {"all_reduce": 2 * (ranks - 1), "all_gather": ranks - 1, "reduce_scatter": ranks - 1, "p2p": ranks}
-    shares |= {f"{kind}_half": shares[kind] for kind in ("all_reduce", "reduce_scatter")}
-    found: dict[str, Link] = {}
-    for kind, steps in shares.items():
-        points = []
-        for size in [size for size in SIZES if size <= most]:
-            number = torch.bfloat16 if kind.endswith("_half") else torch.float32
-            count = size // number.itemsize
-            whole = torch.ones(count, device=device, dtype=number)
-            piece = torch.ones(count // ranks, device=device, dtype=number)
-
-            def send(_: int, kind: str = kind, whole: Any = whole, piece: Any = piece) -> None:
-                if kind.startswith("all_reduce"):
-                    distributed.all_reduce(whole)
-                elif kind == "all_gather":
-                    distributed.all_gather_into_tensor(whole, piece)
-                elif kind.startswith("reduce_scatter"):
-                    distributed.reduce_scatter_tensor(piece, whole)
-                elif rank < 2:
-                    (distributed.send if rank == 0 else distributed.recv)(whole, 1 - rank)
-
-            points.append((steps / ranks * size, together(send, meet)))
-        latency, bandwidth = fit(points)
-        found[kind] = Link(bandwidth, latency / steps)
-        if kind == "p2p":  # not a ring: all bytes, one latency
-            found[kind] = Link(bandwidth, latency)
-    return found
+    ranks, points = distributed.get_world_size(), []
+    steps = 2 * (ranks - 1)
+    for size in [size for size in SIZES if size <= most]:
+        whole = torch.ones(size // 4, device=device)
+        points.append((steps / ranks * size, together(lambda _, whole=whole: distributed.all_reduce(whole), meet)))  # type: ignore[misc]
+    latency, bandwidth = fit(points)
+    return Link(bandwidth, latency / steps)
 
 
 def together(run: Callable[[int], None], meet: Callable[[], None]) -> float:
@@ -80,7 +57,7 @@ def fit(points: list[tuple[float, float]]) -> tuple[float, float]:
     return max(float(start), min(seconds) / 4), 1 / slope
 
 
-def launch_seconds(device: str, least: float = 0.2) -> float:
+def launch_seconds(device: str, least: float) -> float:
     """The host's seconds per operator of a tape, forward or backward, modules and autograd included: measured on a
     network so small that nothing else takes time."""
     kind = {"device": device}
@@ -101,41 +78,6 @@ def launch_seconds(device: str, least: float = 0.2) -> float:
             value = tape.linear(tape.layer_norm(value, "norm"), "up")
             value = tape.linear(tape.unary("gelu", value), "up")
     return seconds_of(step, least) / sum(op.kernels + op.kernels_back for op in tape.ops)
-
-
-def update_rows(device: str, budget: Budget, meet: Callable[[], None]) -> list[list[Any]]:
-    """Rows of a kernel table for the end of a step: norms, and optimizers, by the bytes that they move."""
-    from transformers.optimization import Adafactor
-
-    rows = []
-    is_gpu = device != "cpu"
-    makers: dict[str, Callable[[list[Any]], Any]] = {
-        "adam": lambda weights: torch.optim.AdamW(weights, fused=True),
-        "adam_foreach": lambda weights: torch.optim.AdamW(weights, foreach=is_gpu),
-        "sgd": lambda weights: torch.optim.SGD(weights, foreach=is_gpu),
-        "adafactor": lambda weights: Adafactor(weights, lr=1e-4, relative_step=False, scale_parameter=False),
-    }
-    for elements in budget.elements:
-        gradient = torch.randn(elements, device=device)
-        for kind, moved, run in (
-            ("norm", 4, lambda g: g.norm()),
-            ("norm_double", DOUBLE_NORM_BYTES, lambda g: g.to(torch.double).norm()),
-            ("zero", 4, torch.zeros_like),
-            ("cast", 6, lambda g: g.to(torch.bfloat16)),
-        ):
-            meet()
-            seconds = seconds_of(lambda _, run=run, g=gradient: run(g), budget.seconds)  # type: ignore[misc]
-            rows.append([kind, "fp32", moved * elements, round(moved * elements / seconds)])
-        for kind, make in makers.items():
-            weights = [nn.Parameter(torch.randn(elements // WIDTH, WIDTH, device=device)) for _ in range(2)]
-            for weight in weights:
-                weight.grad = torch.randn_like(weight)
-            optimizer = make(weights)
-            meet()
-            seconds = seconds_of(lambda _, step=optimizer.step: step(), budget.seconds) / len(weights)  # type: ignore[misc]
-            moved = KINDS[kind].moved * elements
-            rows.append([kind, "fp32", moved, round(moved / seconds)])
-    return rows
 
 
 def cpu_adam_rate(elements: int, least: float) -> float | None:

@@ -138,7 +138,7 @@ def verify(found: Plan, config: dict[str, Any] | None) -> int:
     print(f"{'':32}{'planned':>12}{'measured':>12}{'error':>9}")
     for name, planned, measured in rows:
         print(f"{name:32}{planned:12.2f}{measured:12.2f}{planned / measured - 1:+9.1%}")
-    if not found.machine.kernel_table:
+    if not found.machine.sources["launch_seconds"].startswith("measured"):
         print(
             f"The step time was planned for the shipped profile {found.machine.name}, not for this machine, so the two "
             "are not comparable. Run `finetune plan --calibrate here.json` to measure it; then give --gpu here.json."

@@ -21,7 +21,6 @@ from finetune.safe_read import read_json_object
 SHIPPED = Path(__file__).resolve().parent / "machines"
 DEVICES = ("cuda", "cpu", "rocm")
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "p2p", "all_reduce_half", "reduce_scatter_half")
 # Parts of a name that do not change which machine it means: "NVIDIA A100-SXM4-80GB", "AMD Instinct MI300X".
 DECORATION = re.compile(r"nvidia|tesla|geforce|amd|instinct|sxm\d?|hbm\d\w?|[^a-z0-9]")
 # A bare name means the smaller memory: what fits there also fits the larger one.
@@ -58,29 +57,6 @@ POSITIVE = Rule("a number above 0", lambda found: _finite(found) and found > 0)
 NOT_NEGATIVE = Rule("a number of 0 or more", lambda found: _finite(found) and found >= 0)
 SHARE = Rule("a share, above 0 and at most 1", lambda found: _finite(found) and 0 < found <= 1)
 LOSS = Rule("a share, 0 or more and below 1", lambda found: _finite(found) and 0 <= found < 1)
-ROWS = Rule("a list of [m, n, k, precision, flops_per_second]", lambda found: isinstance(found, list))
-ROW = Rule(
-    f"[m, n, k, precision, flops_per_second]: sizes of 1 or more, one of {', '.join(PRECISIONS)}, a number above 0",
-    lambda row: (
-        isinstance(row, list)
-        and len(row) == 5
-        and all(map(COUNT.holds, row[:3]))
-        and row[3] in PRECISIONS
-        and POSITIVE.holds(row[4])
-    ),
-)
-KERNEL_ROWS = Rule("a list of [kind, precision, size, rate]", lambda found: isinstance(found, list))
-KERNEL_ROW = Rule(
-    f"[kind, precision, size, rate]: a text, one of {', '.join(PRECISIONS)}, a size of 1 or more, a number above 0",
-    lambda row: (
-        isinstance(row, list)
-        and len(row) == 4
-        and TEXT.holds(row[0])
-        and row[1] in PRECISIONS
-        and COUNT.holds(row[2])
-        and POSITIVE.holds(row[3])
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -121,15 +97,8 @@ class Machine:
     context_bytes: Annotated[int, BYTES]  # the CUDA context, per rank, outside torch's allocator
     workspace_bytes: Annotated[int, BYTES]  # cuBLAS's, per thread and stream, inside torch's allocator
     fragmentation: Annotated[float, LOSS]  # share of the memory that the allocator loses
-    # (m, k) @ (k, n) as m, n, k; precision; measured FLOP/s. Empty until calibrated.
-    gemm_table: Annotated[tuple[tuple[int, int, int, str, float], ...], ROWS]
     sources: Annotated[dict[str, str], TEXT]  # by the names of the fields above
-    # The fields below are optional, and most come from calibration. Bandwidths and the ring formula replace them.
-    # Kind of operator as the tape names it (with "_back": its backward pass); precision; bytes moved
-    # according to the tape; bytes per second. For attention: tokens and FLOP/s. Rates exclude launches.
-    kernel_table: Annotated[tuple[tuple[str, str, int, float], ...], KERNEL_ROWS] = ()
-    # By collective within a node: the link for which its ring formula gives the measured time.
-    collectives: dict[str, Link] = field(default_factory=dict)
+    # The fields below are optional.
     # Shares of the peak that the package flash-attn 2 reaches at long sequences, "forward" and "backward", on a chip
     # whose native instructions it does not use; absent for others.
     flash_attention_2: Annotated[dict[str, float], dict.fromkeys(("forward", "backward"), SHARE)] = field(
@@ -140,26 +109,19 @@ class Machine:
 
     def __hash__(self) -> int:
         """Dicts are not hashable; equal machines agree in these fields."""
-        return hash((self.name, self.device, self.memory_bytes, self.memory_bandwidth, self.gemm_table))
+        return hash((self.name, self.device, self.memory_bytes, self.memory_bandwidth))
 
 
 def _shape(kind: type) -> dict[str, Any]:
     """The required form of a file: per key a Rule or, for an object, its own shape."""
-    hints = get_type_hints(kind, include_extras=True)
-    hints.pop("collectives", None)
-    return {key: hint.__metadata__[0] if hasattr(hint, "__metadata__") else _shape(hint) for key, hint in hints.items()}
+    hints = get_type_hints(kind, include_extras=True).items()
+    return {key: hint.__metadata__[0] if hasattr(hint, "__metadata__") else _shape(hint) for key, hint in hints}
 
 
-SHAPE = _shape(Machine) | {"collectives": dict.fromkeys(COLLECTIVES, _shape(Link))}
+SHAPE = _shape(Machine)
 SHAPE["sources"] = dict.fromkeys(SHAPE, TEXT)
-OPTIONAL = ("kernel_table", "collectives", "step_factor", "flash_attention_2", "board_power_watts")
-PARTIAL = (
-    "peak_flops",
-    "gemm_efficiency",
-    "sources",
-    "collectives",
-    "flash_attention_2",
-)  # these need not have every key
+OPTIONAL = ("step_factor", "flash_attention_2", "board_power_watts")
+PARTIAL = ("peak_flops", "gemm_efficiency", "sources", "flash_attention_2")  # these need not have every key
 
 
 def machine_names() -> tuple[str, ...]:
@@ -188,9 +150,6 @@ def read_machine(path: Path) -> Machine:
     """Raises RequestError naming the file, the key, what was found and what is expected."""
     found = read_json_object(path, MOST_BYTES, strict=True)
     _check(path, "the file", found, SHAPE)
-    for table, rule in (("gemm_table", ROW), ("kernel_table", KERNEL_ROW)):
-        for index, row in enumerate(found.get(table, ())):
-            _check(path, f"{table}[{index}]", row, rule)
     peaks, shares = found["peak_flops"], found["gemm_efficiency"]
     if "fp32" not in peaks:
         raise RequestError(f"{path}: peak_flops lacks fp32, which optimizers use. Add it.")
@@ -201,9 +160,6 @@ def read_machine(path: Path) -> Machine:
         )
     objects: dict[str, Any] = {name: Link(**found[name]) for name in ("intra_node", "inter_node", "host_link")}
     objects["nvme"] = Nvme(**found["nvme"])
-    objects["collectives"] = {name: Link(**link) for name, link in found.get("collectives", {}).items()}
-    for table in ("gemm_table", "kernel_table"):
-        objects[table] = tuple(tuple(row) for row in found.get(table, ()))
     return Machine(**{**found, **objects})
 
 
@@ -227,7 +183,7 @@ def _check(path: Path, key: str, found: Any, shape: dict[str, Any] | Rule) -> No
     for name, value in found.items():
         if name not in shape:
             near = difflib.get_close_matches(name, shape, 1)
-            mend = f"Did you mean {near[0]}?" if near else f"Remove it. Known keys: {', '.join(shape)}."
+            mend = f"Did you mean {near[0]}?" if near else f"Remove it, or calibrate again. Known: {', '.join(shape)}."
             raise RequestError(f"{path}: {key} has {name!r}, which is not one of its keys. {mend}")
         _check(path, name if shape is SHAPE else f"{key}.{name}", value, shape[name])
 

@@ -109,7 +109,7 @@ class Recorder:
         if moved is None:
             moved = sum(value.bytes for value in (*inputs, out, *side))
         if moved_back is None:
-            moved_back = 2 * moved
+            moved_back = 2 * moved if kept else moved  # of a gradient and what was saved, or of a gradient alone
         if not needs_grad:
             moved_back = kernels_back = 0
         saved = tuple(value.storage for value in kept)

@@ -18,17 +18,16 @@ from itertools import pairwise
 from finetune.plan.collectives import p2p
 from finetune.plan.engines.resident import Weights
 from finetune.plan.job import PIPELINE, Job, layers_of, tape_of
-from finetune.plan.kernels import NOTHING, Work, kernels_of
+from finetune.plan.kernels import NOTHING, SegmentWork, Work, kernels_of, passed
 from finetune.plan.machine import Machine
 from finetune.plan.partition import balanced_bounds
 from finetune.plan.schedule import Schedule, simulate
-from finetune.plan.segments import SegmentWork, passed
 from finetune.plan.tape import Tape
-from finetune.plan.traffic import Flow, Traffic, traffic_of
-from finetune.plan.update import update_of
+from finetune.plan.traffic import Traffic, traffic_of
+from finetune.plan.update import Update, update_of
 
-# The loop's own work (callbacks, schedule, collating) in eager launches, per step and micro-batch: MLPs of width 8.
-STEP_LAUNCHES, MICRO_BATCH_LAUNCHES = 150.0, 60.0
+# The loop's own work (callbacks, schedule, collating) in eager launches, per step: MLPs of width 8.
+STEP_LAUNCHES = 200.0
 # Fields of StepSeconds, in this order.
 PARTS = ("forward", "backward", "recomputation", "copies", "optimizer", "exposed_communication", "offload", "loop",
          "launch", "idle")  # fmt: skip
@@ -90,8 +89,6 @@ def shared(machine: Machine, ranks: int) -> Machine:
         machine,
         peak_flops={kind: times * peak for kind, peak in machine.peak_flops.items()},
         memory_bandwidth=times * machine.memory_bandwidth,
-        gemm_table=tuple((*row[:4], times * row[4]) for row in machine.gemm_table),
-        kernel_table=tuple((*row[:3], times * row[3]) for row in machine.kernel_table),
     )
 
 
@@ -100,60 +97,67 @@ def plan_seconds(job: Job, machine: Machine) -> StepSeconds:
     machine = shared(machine, min(job.world_size, job.ranks_per_node) if job.device == "cpu" else 0)
     if job.engine == PIPELINE:
         return _pipeline(job, machine)
-    kernels = kernels_of(machine, job.precision)
     segments = _segments(job, machine)
-    weights = Weights(job.model.tensors, job.weight_bytes)
-    traffic = traffic_of(job, machine, kernels, _tape(job), weights)
+    traffic, update = _ending(job, machine, Weights(job.model.tensors, job.weight_bytes))
     forward, backward, again = (
         sum((getattr(segment, part) for segment in segments), NOTHING) for part in ("forward", "backward", "again")
     )
-    micros = job.accumulation
-    flows = (
-        (traffic.forward, forward.times(micros), micros),
-        (traffic.backward, (backward + again).times(micros - 1), micros - 1),
+    micros, copies, exposed, offload = job.accumulation, traffic.step.work, traffic.step.communication, 0.0
+    for flow, beside, count in (
+        (traffic.forward, forward, micros),
+        (traffic.backward, backward + again, micros - 1),
         (traffic.boundary, backward + again, 1),
-    )
-    update = update_of(job, machine, kernels, weights)
-    copies = sum((flow.work.times(count) for flow, _, count in flows), traffic.step.work)
-    exposed = offload = 0.0
-    for flow, beside, count in flows:
-        waited = _exposed(flow, beside, count, traffic.overlaps)
-        exposed += waited
-        offload += _sticking_out(flow, beside.device + waited, count, job)
-    beside = _asked(job, machine).times(micros)
-    work = sum((work for _, work, _ in flows), copies + update.work + beside)
-    return _step(job, machine, segments, {
-        "forward": forward.device * micros + beside.device,
+    ):
+        hidden = beside.device if traffic.overlaps else 0.0
+        waited = max(flow.tail if traffic.overlaps else 0.0, flow.communication - hidden)
+        copies += flow.work.times(count)
+        exposed += count * waited
+        # On a GPU transfers to and from the host overlap with all other work.
+        offload += count * max(0.0, flow.offload - (beside.device + waited if job.device != "cpu" else 0.0))
+    forward = forward + _asked(job, machine)
+    launches = (forward + backward + again).times(micros).launches + (copies + update.work).launches
+    sent = traffic.forward.communication * micros + traffic.backward.communication * (micros - 1)
+    parts = {
+        "forward": forward.device * micros,
         "backward": backward.device * micros,
         "recomputation": again.device * micros,
         "copies": copies.device,
         "optimizer": update.work.device + update.host,
-        "communication": sum(flow.communication * count for flow, _, count in flows) + traffic.step.communication,
-        "exposed_communication": exposed + traffic.step.communication,
+        "exposed_communication": exposed,
         "offload": offload,
-        "launch": _launch(machine, work.launches, work.device + exposed + offload),
-        "idle": 0.0,
-    })  # fmt: skip
+    }
+    parts["launch"] = _launch(machine, launches, sum(parts.values()) - update.host)
+    sent += traffic.boundary.communication + traffic.step.communication
+    return _step(job, machine, segments, parts, sent)
+
+
+def _ending(job: Job, machine: Machine, weights: Weights) -> tuple[Traffic, Update]:
+    """What ranks with these weights send each other, and their optimizer's step."""
+    kernels = kernels_of(machine, job.precision)
+    return traffic_of(job, machine, kernels, _tape(job), weights), update_of(job, machine, kernels, weights)
 
 
 def _asked(job: Job, machine: Machine) -> Work:
     """Forward passes of a micro-batch without gradients: a teacher's or a reference's, and for KTO's baseline the
     model's and its reference's once more. What ZeRO-3 gathers for them is not counted."""
-    once = _forward(job.of_teacher, machine) if job.teacher is not None else NOTHING
-    return once.times(2) + _forward(job, machine) if job.baseline else once
+
+    def forward(asked: Job) -> Work:
+        return sum((segment.forward for segment in _segments(asked, machine)), NOTHING)
+
+    once = forward(job.of_teacher) if job.teacher is not None else NOTHING
+    return once.times(2) + forward(job) if job.baseline else once
 
 
-def _forward(job: Job, machine: Machine) -> Work:
-    return sum((segment.forward for segment in _segments(job, machine)), NOTHING)
-
-
-def _step(job: Job, machine: Machine, segments: Sequence[SegmentWork], seconds: dict[str, float]) -> StepSeconds:
-    """`seconds`: by part, as summed over single operators."""
-    loop = (STEP_LAUNCHES + MICRO_BATCH_LAUNCHES * job.accumulation) * machine.launch_seconds
+def _step(
+    job: Job, machine: Machine, segments: Sequence[SegmentWork], parts: dict[str, float], communication: float
+) -> StepSeconds:
+    """`parts`: of the total, in seconds as summed over single operators."""
     flops = sum(segment.flops for segment in segments) * job.accumulation * job.data_parallel_size
     precision = job.precision if job.precision in machine.peak_flops else "fp32"
+    seconds = {**dict.fromkeys(PARTS, 0.0), **parts, "loop": STEP_LAUNCHES * machine.launch_seconds}
     return StepSeconds(
-        **{name: machine.step_factor * part for name, part in {**seconds, "loop": loop}.items()},
+        **{name: machine.step_factor * part for name, part in seconds.items()},
+        communication=machine.step_factor * communication,
         samples=job.global_batch,
         tokens=job.global_batch * job.sample_tokens,
         model_flops=flops,
@@ -166,22 +170,8 @@ def _launch(machine: Machine, launches: float, device: float) -> float:
     return host if machine.device == "cpu" else max(0.0, host - device)
 
 
-def _exposed(flow: Flow, work: Work, count: int, overlaps: bool) -> float:
-    """Exposed communication of `count` micro-batches whose computation is `work` in total."""
-    communication = flow.communication * count
-    if not overlaps:
-        return communication
-    return max(flow.tail * count, communication - work.device)
-
-
-def _sticking_out(flow: Flow, lasts: float, count: int, job: Job) -> float:
-    """Exposed transfers to and from the host, which on a GPU overlap with `lasts` seconds of other work."""
-    offload = flow.offload * count
-    return offload if job.device == "cpu" else max(0.0, offload - lasts)
-
-
 def _segments(job: Job, machine: Machine) -> tuple[SegmentWork, ...]:
-    return passed(_tape(job), job.model, machine, job.precision)
+    return passed(_tape(job), machine, job.precision)
 
 
 def _tape(job: Job) -> Tape:
@@ -241,30 +231,28 @@ def _lasting(segment: SegmentWork, machine: Machine) -> tuple[float, float]:
 
 def _pipeline(job: Job, machine: Machine) -> StepSeconds:
     """1F1B over the stages; then each stage's replicas reduce gradients and step. The slowest stage counts."""
-    kernels, segments, bounds = kernels_of(machine, job.precision), _segments(job, machine), stage_bounds(job, machine)
+    segments, bounds = _segments(job, machine), stage_bounds(job, machine)
     forward, backward = stage_seconds(job, machine)
     slowest = max(range(job.stages), key=lambda stage: forward[stage] + backward[stage])
     again = sum(s.again.device for s in segments[bounds[slowest] : bounds[slowest + 1]])
     busy = job.accumulation * (forward[slowest] + backward[slowest])
-    ends: list[tuple[Traffic, Work, float]] = []
+    ends = []
     for first, last in pairwise(bounds):
         names = frozenset[str]().union(*(segment.weights for segment in segments[first:last]))
-        weights = Weights(tuple(t for t in job.model.tensors if t.name in names), job.weight_bytes)
-        traffic = traffic_of(job, machine, kernels, _tape(job), weights)
-        update = update_of(job, machine, kernels, weights)
-        ends.append((traffic, update.work, update.host))
-    reduced = max(t.boundary.communication + t.step.communication for t, _, _ in ends)
-    copies = max((t.boundary.work + t.step.work for t, _, _ in ends), key=lambda work: work.device)
-    updated = max((work for _, work, _ in ends), key=lambda work: work.device)
-    return _step(job, machine, segments, {
+        tensors = tuple(tensor for tensor in job.model.tensors if tensor.name in names)
+        ends.append(_ending(job, machine, Weights(tensors, job.weight_bytes)))
+    reduced = max(traffic.boundary.communication + traffic.step.communication for traffic, _ in ends)
+    copies = max((traffic.boundary.work + traffic.step.work for traffic, _ in ends), key=lambda work: work.device)
+    update = max((update for _, update in ends), key=lambda update: update.work.device + update.host)
+    after = copies + update.work
+    parts = {
         "forward": job.accumulation * forward[slowest],
         "backward": job.accumulation * (backward[slowest] - again),
         "recomputation": job.accumulation * again,
         "copies": copies.device,
-        "optimizer": updated.device + max(host for _, _, host in ends),
-        "communication": reduced + 2 * job.accumulation * _transfer(job, machine),
+        "optimizer": update.work.device + update.host,
         "exposed_communication": reduced,
-        "offload": 0.0,
-        "launch": _launch(machine, copies.launches + updated.launches, copies.device + updated.device),
+        "launch": _launch(machine, after.launches, after.device),
         "idle": pipeline_schedule(job, machine).makespan - busy,
-    })  # fmt: skip
+    }
+    return _step(job, machine, segments, parts, reduced + 2 * job.accumulation * _transfer(job, machine))

@@ -1,38 +1,33 @@
 """What ranks send each other in a step, and what is copied for it: DDP, FSDP, DeepSpeed's ZeRO-0 to -3, pipelines.
 
-Modeled step by step on deepspeed 0.19.8, runtime/engine.py and runtime/zero/ (each place names its function), and
+Follows deepspeed 0.19.8, runtime/engine.py and runtime/zero/ (each place names its function), and
 torch/csrc/distributed/c10d/reducer.cpp for DDP. `finetune.plan.engines.zero3` simulates the gathers of ZeRO-3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from finetune.plan import collectives
-from finetune.plan.collectives import Group
+from finetune.plan.collectives import Group, all_gather, all_reduce, reduce_scatter
 from finetune.plan.engines.fsdp import Fsdp
-from finetune.plan.engines.fsdp import Group as Sharded
 from finetune.plan.engines.resident import Weights
 from finetune.plan.engines.zero3 import gathers
-from finetune.plan.engines.zero12 import Zero12
 from finetune.plan.job import FSDP, TRAINER, Job
 from finetune.plan.kernels import NOTHING, Kernels, Work
 from finetune.plan.machine import Machine
 from finetune.plan.step import Ledger
 from finetune.plan.tape import Tape
-from finetune.plan.values import FP32_BYTES
 
-DDP_FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES = 2**20, 25 * 2**20  # torch.nn.parallel.DistributedDataParallel
+DDP_BUCKET_BYTES = 25 * 2**20  # torch.nn.parallel.DistributedDataParallel
 INT8_BYTES, INT4_BYTES = 1.0, 0.5  # qwZ and qgZ send these (ZeRO++, arXiv 2306.10209, sections 3.1 and 3.3)
 # Host work of Python libraries, in units of eager launches, whose time scales alike across machines. Measured on
 # MLPs of width 8 with 20 and 100 layers, whose steps are nothing else (one rank, torch 2.13, deepspeed 0.19.8).
-DDP_PARAMETER = 1.5
-ZERO12_PARAMETER = 3.0
-ZERO12_BUCKET = 10.0
+DDP_PARAMETER, ZERO12_PARAMETER = 1.5, 3.0  # hooks, per gradient
 ZERO3_MODULE = 36.0  # hooks before and after a module with weights and its parents, in one direction
-ZERO3_GATHER, ZERO3_GATHERED_PARAMETER = 20.0, 8.0
-ZERO3_PARAMETER = 12.0  # per gradient
+GATHER = 20.0
+SHARDED_PARAMETER = 10.0  # that is gathered, or whose gradient is scattered
 
 
 @dataclass(frozen=True)
@@ -44,6 +39,14 @@ class Flow:
     tail: float = 0.0
     work: Work = NOTHING
     offload: float = 0.0
+
+    def __add__(self, later: Flow) -> Flow:
+        return Flow(
+            self.communication + later.communication,
+            later.tail or self.tail,
+            self.work + later.work,
+            self.offload + later.offload,
+        )
 
 
 STILL = Flow()
@@ -62,199 +65,140 @@ class Traffic:
     overlaps: bool = False
 
 
-class Network:
-    """Collectives among the ranks that share one stage's weights."""
-
-    def __init__(self, job: Job, machine: Machine) -> None:
-        self.machine, self.half = machine, job.weight_bytes < FP32_BYTES
-        ranks = job.data_parallel_size
-        self.group = Group(ranks, min(job.ranks_per_node, ranks))
-        within = min(job.zero.hpz_ranks, ranks)
-        self.secondary = Group(within, min(job.ranks_per_node, within))
-
-    def all_reduce(self, size: float) -> float:
-        return collectives.all_reduce(self.machine, size, self.group, self.half)
-
-    def all_gather(self, size: float, secondary: bool = False) -> float:
-        return collectives.all_gather(self.machine, size, self.secondary if secondary else self.group)
-
-    def reduce_scatter(self, size: float, quantized: bool) -> float:
-        if not quantized or self.group.nodes == 1:  # stage3.py, __avg_scatter_grads: qgZ needs several nodes
-            return collectives.reduce_scatter(self.machine, size, self.group, self.half)
-        near = Group(self.group.ranks_per_node, self.group.ranks_per_node)
-        far = Group(self.group.nodes, 1)
-        within = collectives.all_to_all(self.machine, size, near)
-        return within + collectives.all_to_all(self.machine, size / near.ranks, far)
-
-
 def traffic_of(job: Job, machine: Machine, kernels: Kernels, tape: Tape, weights: Weights) -> Traffic:
     """The traffic of one rank. Frozen parameters send no gradients."""
-    network = Network(job, machine)
+    network = Network(job, machine, kernels, weights)
     if job.engine == FSDP:
-        return _fsdp(job, kernels, network, tape, weights)
-    if job.engine == TRAINER or job.zero.stage == 0:
-        whole = Traffic(backward=_adding(kernels, weights))
-        if network.group.ranks < 2:
-            return whole
-        return (_ddp if job.engine == TRAINER else _zero0)(job, kernels, network, weights, whole)
-    if job.zero.stage == 3:
-        return _zero3(job, kernels, network, tape, weights)
-    return _zero12(job, kernels, network, weights)
+        return network.fsdp(tape)
+    if job.engine != TRAINER and job.zero.stage == 3:
+        return network.zero3(tape)
+    if job.engine != TRAINER and job.zero.stage:
+        return network.zero12()
+    return network.whole()
 
 
-def is_overlapping(job: Job, asked: bool) -> bool:
-    """On a CPU collectives compete with the computation for cores, so they never overlap."""
-    return asked and job.device != "cpu"
+class Network:
+    """Collectives among the ranks that share one stage's weights, and the copies that they take."""
 
+    def __init__(self, job: Job, machine: Machine, kernels: Kernels, weights: Weights) -> None:
+        self.job, self.machine, self.kernels, self.weights = job, machine, kernels, weights
+        self.zero, self.ranks, self.size = job.zero, job.data_parallel_size, weights.bytes_each
+        self.group = Group(self.ranks, min(job.ranks_per_node, self.ranks))
+        self.count, self.gradients = len(weights.trained), weights.trained_elements * self.size
 
-def _ddp(job: Job, kernels: Kernels, network: Network, weights: Weights, whole: Traffic) -> Traffic:
-    """Gradients are copied into buckets of 25 MiB and back, and reduced during the backward pass, only in a step's last
-    micro-batch (Trainer: `no_sync`)."""
-    size = weights.bytes_each
-    buckets = filled([t.elements * size for t in reversed(weights.trained)], DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES)
-    sums = [network.all_reduce(sum(bucket)) for bucket in buckets]
-    copied = _copies(kernels, [tensor.elements for tensor in weights.trained], 2, size)
-    host = Work(0.0, DDP_PARAMETER * len(weights.trained))
-    boundary = Flow(sum(sums), sums[-1], copied + host)
-    return replace(whole, boundary=boundary, overlaps=is_overlapping(job, True))
+    def sent(
+        self, collective: Callable[[Machine, float, Group], float], size: float, calls: int, group: Group | None = None
+    ) -> Flow:
+        """`size` bytes in equal `calls`."""
+        each = collective(self.machine, size / calls, group or self.group) if calls else 0.0
+        return Flow(calls * each, each)
 
+    def copied(self, size: float, tensors: float, host: float = 0.0) -> Flow:
+        """`size` bytes moved, with a kernel for each tensor and `host` launches besides."""
+        return Flow(work=self.kernels.moved(size, tensors) + Work(0.0, host))
 
-def _fsdp(job: Job, kernels: Kernels, network: Network, tape: Tape, weights: Weights) -> Traffic:
-    """Each group's weights are gathered in the forward pass and, except those that stay, again in the backward pass
-    (engines/fsdp.py); its gradients are reduced only in a step's last micro-batch (accelerate 1.15, `no_sync`)."""
-    size, ranks = weights.bytes_each, network.group.ranks
-    engine = Fsdp(weights, job.zero, job.optimizer, ranks, 0, Ledger())
-    engine.trace(tape)
-    groups = [engine.groups[key] for key in engine.order]
-    forward = _gathers(kernels, network, groups, size)
-    again = _gathers(kernels, network, [group for group in reversed(groups) if not group.stays], size)
-    sums = [network.reduce_scatter(group.trained * size, False) for group in reversed(groups)]
-    moved = sum(kernels.moved("copy", (2 + 2 / ranks) * group.trained * size, size) for group in groups)
-    work = again.work + Work(moved, ZERO3_PARAMETER * len(weights.trained))
-    boundary = replace(again, communication=again.communication + sum(sums), tail=sums[-1], work=work)
-    backward = replace(again, work=again.work + _adding(kernels, weights).work)
-    return Traffic(forward, backward, boundary, overlaps=is_overlapping(job, True))
+    def added(self, share: int = 1) -> Flow:
+        """Gradients of a later micro-batch are added to the existing ones."""
+        return self.copied(3 * self.gradients / share, self.count / share)
 
+    def is_overlapping(self, asked: bool) -> bool:
+        """On a CPU collectives compete with the computation for cores, so they never overlap."""
+        return asked and self.job.device != "cpu"
 
-def _gathers(kernels: Kernels, network: Network, groups: Sequence[Sharded], size: int) -> Flow:
-    """Shards into a flat tensor, and out of it into each parameter. Nothing overlaps with the first."""
-    seconds = [network.all_gather(group.elements * size) for group in groups]
-    share = 2 + 2 / network.group.ranks
-    moved = sum(kernels.moved("copy", share * group.elements * size, size) for group in groups)
-    host = ZERO3_GATHER * len(groups) + ZERO3_GATHERED_PARAMETER * sum(len(group.names) for group in groups)
-    return Flow(sum(seconds), seconds[0] if seconds else 0.0, Work(moved, host))
+    def to_host(self, is_offloaded: bool) -> Flow:
+        """This rank's gradients, for an optimizer there."""
+        link = self.machine.host_link.bandwidth_bytes_per_second
+        return Flow(offload=self.gradients / self.ranks / link if is_offloaded else 0.0)
 
+    # Whole weights on every rank
 
-def _zero0(job: Job, kernels: Kernels, network: Network, weights: Weights, whole: Traffic) -> Traffic:
-    """engine.py, buffered_allreduce_fallback: after the last backward pass gradients are flattened, reduced, split."""
-    size = weights.bytes_each
-    work = _copies(kernels, [tensor.elements for tensor in weights.trained], 2, size)
-    total = weights.trained_elements * size
-    work += Work(kernels.moved("scale", 2 * total, size), 1)
-    return replace(whole, step=Flow(network.all_reduce(total), work=work))
+    def whole(self) -> Traffic:
+        """DDP copies gradients into buckets and back, and reduces them during the backward pass, in a step's last
+        micro-batch (Trainer: `no_sync`). ZeRO-0 flattens, reduces, and splits them after it (engine.py,
+        buffered_allreduce_fallback)."""
+        if self.ranks < 2 or not self.gradients:
+            return Traffic(backward=self.added())
+        if self.job.engine != TRAINER:
+            step = self.sent(all_reduce, self.gradients, 1) + self.copied(6 * self.gradients, 2 * self.count)
+            return Traffic(backward=self.added(), step=step)
+        boundary = self.sent(all_reduce, self.gradients, math.ceil(self.gradients / DDP_BUCKET_BYTES))
+        boundary += self.copied(4 * self.gradients, 2 * self.count, DDP_PARAMETER * self.count)
+        return Traffic(backward=self.added(), boundary=boundary, overlaps=self.is_overlapping(True))
 
+    def zero12(self) -> Traffic:
+        """stage_1_and_2.py: gradients are copied into buckets (reduce_independent_p_g_buckets_and_remove_grads), each
+        of which is divided, flattened and reduced over all ranks (allreduce_bucket); this rank's part is copied out.
+        After the optimizer, flat groups are gathered. ZeRO-1 reduces in the last micro-batch only."""
+        buckets = math.ceil(self.weights.trained_elements / self.zero.reduce_bucket_size)
+        boundary = self.sent(all_reduce, self.gradients, buckets)
+        moved = (6 + 2 / self.ranks) * self.gradients
+        boundary += self.copied(moved, (1 + 1 / self.ranks) * self.count, ZERO12_PARAMETER * self.count)
+        boundary += self.to_host(self.zero.offload_optimizer != "none")
+        each = boundary + self.added(self.ranks) if self.zero.stage == 2 else self.added()
+        step = self.sent(all_gather, self.gradients, len(self.weights.groups()))
+        return Traffic(STILL, each, boundary, step, self.is_overlapping(self.zero.overlap_comm))
 
-def _zero12(job: Job, kernels: Kernels, network: Network, weights: Weights) -> Traffic:
-    """stage_1_and_2.py: a gradient is copied into the bucket (reduce_independent_p_g_buckets_and_remove_grads); a full
-    bucket is divided and reduced over all ranks, with `reduce_scatter` in a flattened copy (allreduce_bucket, by
-    use_multi_rank_bucket_allreduce); then this rank's part is copied out of it. After the optimizer, flat groups are
-    gathered in place (all_gather_into_tensor_dp_groups). ZeRO-1 reduces in the last micro-batch only."""
-    zero, size, ranks = job.zero, weights.bytes_each, network.group.ranks
-    flat = Zero12(weights, zero, job.optimizer, ranks, 0, Ledger())
-    sizes = [tensor.elements for tensor in reversed(weights.trained)]
-    buckets = filled(sizes, zero.reduce_bucket_size)
-    sums = [network.all_reduce(sum(bucket) * size) for bucket in buckets]
-    host = Work(0.0, ZERO12_PARAMETER * len(sizes) + ZERO12_BUCKET * len(buckets))
-    work = host + _copies(kernels, sizes, 1 if flat.contiguous else 0, size)
-    for bucket in buckets:
-        total = sum(bucket) * size
-        work += Work(kernels.moved("scale", 2 * total, size), 1)
-        if zero.reduce_scatter or not flat.contiguous:
-            work += Work(kernels.moved("copy", 2 * total, size), 1)
-    owned = flat.owned_elements * size
-    work += Work(kernels.moved("copy", 2 * owned, size), len(sizes) / ranks)
-    link = network.machine.host_link
-    offload = owned / link.bandwidth_bytes_per_second if flat.offloads else 0.0
-    adding = Work(kernels.moved("add", 3 * owned, size), len(sizes) / ranks)
-    boundary = Flow(sum(sums), sums[-1] if sums else 0.0, work, offload)
-    each = replace(boundary, work=work + adding) if zero.stage == 2 else _adding(kernels, weights)
-    gathered = sum(network.all_gather(part.padded * size) for part in flat.parts)
-    return Traffic(Flow(), each, boundary, Flow(gathered, gathered), is_overlapping(job, zero.overlap_comm))
+    # Shards
 
+    def fsdp(self, tape: Tape) -> Traffic:
+        """Each group's weights are gathered in the forward pass and, except those that stay, again in the backward pass
+        (engines/fsdp.py); its gradients are reduced only in a step's last micro-batch (accelerate 1.15, `no_sync`)."""
+        engine = Fsdp(self.weights, self.zero, self.job.optimizer, self.ranks, 0, Ledger())
+        engine.trace(tape)
+        groups = engine.groups.values()
+        forward = self.gathered([(group.elements, len(group.names)) for group in groups])
+        again = self.gathered([(group.elements, len(group.names)) for group in groups if not group.stays])
+        boundary = again + self.scattered(len(groups), 2)
+        return Traffic(forward, again + self.added(), boundary, overlaps=self.is_overlapping(True))
 
-def _zero3(job: Job, kernels: Kernels, network: Network, tape: Tape, weights: Weights) -> Traffic:
-    """Gathers by module as the coordinator requests them, each assembled from shards and copied out
-    (AllGatherCoalescedHandle.wait); gradients in buckets that are flattened, divided and reduce-scattered. After the
-    optimizer each persistent parameter is gathered by a separate call (_post_step)."""
-    zero, size, ranks = job.zero, weights.bytes_each, network.group.ranks
-    played = gathers(tape, weights, zero, ranks)
-    hosts, modules = Work(0.0, ZERO3_MODULE), len([op for op in tape.ops if op.module])
-    sends = INT8_BYTES if zero.quantized_weights else size
-    flows = []
-    for phase in ("forward", "backward"):
-        asked = [gather for gather in played.gathers if gather.phase == phase]
-        work = hosts.times(modules)
-        for gather in asked if ranks > 1 else ():
-            # Shards into the flat tensor, and out of it into each parameter; quantized ones are dequantized first.
-            moved = (2 + 2 / ranks) * gather.elements * size
-            passes = 2 if zero.quantized_weights else 1
-            work += Work(passes * kernels.moved("copy", moved, size), gather.parameters)
-            work += Work(0.0, ZERO3_GATHER + ZERO3_GATHERED_PARAMETER * gather.parameters)
-        secondary = zero.hpz_ranks > 1 and phase == "backward"
-        seconds = [network.all_gather(gather.elements * sends, secondary) for gather in asked]
-        flows.append(Flow(sum(seconds), seconds[0] if seconds else 0.0, work, _weights_read(job, network, weights)))
-    forward, backward = flows
-    for bucket in played.reduced:
-        total = sum(bucket) * size
-        copies = 2 * zero.contiguous_gradients + 2 * (len(bucket) > 1)
-        work = Work(kernels.moved("copy", copies * total, size) + kernels.moved("scale", 2 * total, size), 3)
-        work += Work(kernels.moved("copy", 2 * total / ranks, size), ZERO3_PARAMETER * len(bucket))
-        sent = total * INT4_BYTES / size if zero.quantized_gradients and network.group.nodes > 1 else total
-        seconds_sent = network.reduce_scatter(sent, zero.quantized_gradients)
-        backward = replace(backward, communication=backward.communication + seconds_sent, tail=seconds_sent,
-                           work=backward.work + work)  # fmt: skip
-    piece = weights.trained_elements / ranks * size
-    offload = piece / network.machine.host_link.bandwidth_bytes_per_second if zero.offload_optimizer != "none" else 0.0
-    boundary = replace(backward, offload=backward.offload + offload)
-    adding = Work(kernels.moved("add", 3 * piece, size), len(weights.trained))
-    kept = [count * size for count in played.persistent] if ranks > 1 else []
-    gathered = sum(map(network.all_gather, kept))
-    step = Flow(gathered, gathered, Work(0.0, ZERO3_GATHERED_PARAMETER * len(kept)))
-    backward = replace(backward, work=backward.work + adding)
-    return Traffic(forward, backward, boundary, step, is_overlapping(job, zero.overlap_comm))
+    def zero3(self, tape: Tape) -> Traffic:
+        """Gathers by module as the coordinator requests them, and buckets of gradients. After the optimizer each
+        persistent parameter is gathered by a separate call (_post_step)."""
+        played = gathers(tape, self.weights, self.zero, self.ranks)
+        hooks = Flow(work=Work(0.0, ZERO3_MODULE * len([op for op in tape.ops if op.module])))
+        forward, backward = (
+            hooks
+            + self.read()
+            + self.gathered([(one.elements, one.parameters) for one in played.gathers if one.phase == phase], phase)
+            for phase in ("forward", "backward")
+        )
+        backward += self.scattered(played.reduced, 6)
+        boundary = backward + self.to_host(self.zero.offload_optimizer != "none")
+        kept = played.persistent if self.ranks > 1 else ()
+        step = self.sent(all_gather, sum(kept) * self.size, len(kept))
+        step += Flow(work=Work(0.0, SHARDED_PARAMETER * len(kept)))
+        each = backward + self.added(self.ranks)
+        return Traffic(forward, each, boundary, step, self.is_overlapping(self.zero.overlap_comm))
 
+    def gathered(self, asked: Sequence[tuple[int, int]], phase: str = "") -> Flow:
+        """Elements and parameters of each gather: assembled from shards, and copied out into each parameter
+        (AllGatherCoalescedHandle.wait)."""
+        if self.ranks < 2:
+            return STILL
+        elements, parameters = (sum(one[index] for one in asked) for index in (0, 1))
+        within = min(self.zero.hpz_ranks, self.ranks) if phase == "backward" else 1  # a secondary shard, hpZ's
+        group = Group(within, min(self.job.ranks_per_node, within)) if within > 1 else self.group
+        sends = INT8_BYTES if self.zero.quantized_weights else self.size
+        moved = (2 + 2 / self.ranks) * elements * self.size
+        flow = self.copied(moved, parameters, SHARDED_PARAMETER * parameters + GATHER * len(asked))
+        return flow + self.sent(all_gather, elements * sends, len(asked), group)
 
-def _weights_read(job: Job, network: Network, weights: Weights) -> float:
-    """Seconds to read offloaded weights once per forward or backward pass, from host memory or from disk."""
-    piece = weights.elements / network.group.ranks * weights.bytes_each
-    if job.zero.offload_param == "none":
-        return 0.0
-    seconds = piece / network.machine.host_link.bandwidth_bytes_per_second
-    if job.zero.offload_param == "nvme":
-        here = min(job.ranks_per_node, job.world_size)
-        seconds += piece * here / network.machine.nvme.bandwidth_read
-    return seconds
+    def scattered(self, calls: int, passes: int) -> Flow:
+        """Gradients in buckets, over which a rank passes so often (read or written), are reduced, and its shards copied
+        out. qgZ sends fewer bytes, between nodes alone (stage3.py, __avg_scatter_grads)."""
+        is_quantized = self.zero.quantized_gradients and self.group.nodes > 1
+        sends = INT4_BYTES / self.size if is_quantized else 1.0
+        moved = (passes + 2 / self.ranks) * self.gradients
+        flow = self.copied(moved, self.count, SHARDED_PARAMETER * self.count)
+        return flow + self.sent(reduce_scatter, sends * self.gradients, calls)
 
-
-def filled(sizes: Sequence[int], limit: int, first: int | None = None) -> list[list[int]]:
-    """Sizes in order, in buckets that are closed before they would exceed `limit`; `first`: that of the first."""
-    buckets: list[list[int]] = []
-    for size in sizes:
-        most = first if first is not None and len(buckets) == 1 else limit
-        if not buckets or sum(buckets[-1]) + size > most:
-            buckets.append([])
-        buckets[-1].append(size)
-    return buckets
-
-
-def _copies(kernels: Kernels, elements: Sequence[int], passes: int, size: int) -> Work:
-    """Each tensor read and written `passes` times, with one kernel each."""
-    seconds = sum(kernels.moved("copy", 2 * count * size, size) for count in elements)
-    return Work(passes * seconds, passes * len(elements))
-
-
-def _adding(kernels: Kernels, weights: Weights) -> Flow:
-    """Gradients of a later micro-batch are added to the existing ones."""
-    size = weights.bytes_each
-    seconds = sum(kernels.moved("add", 3 * tensor.elements * size, size) for tensor in weights.trained)
-    return Flow(work=Work(seconds, len(weights.trained)))
+    def read(self) -> Flow:
+        """Offloaded weights, once per forward or backward pass, from host memory or from disk."""
+        if self.zero.offload_param == "none":
+            return STILL
+        piece = self.weights.elements / self.ranks * self.size
+        seconds = piece / self.machine.host_link.bandwidth_bytes_per_second
+        if self.zero.offload_param == "nvme":
+            here = min(self.job.ranks_per_node, self.job.world_size)
+            seconds += piece * here / self.machine.nvme.bandwidth_read
+        return Flow(offload=seconds)

@@ -20,7 +20,7 @@ from finetune.measure.links import disk, fit
 from finetune.measure.outcome import DONE, Outcome
 from finetune.measure.start import Measured
 from finetune.plan.job import Job
-from finetune.plan.machine import COLLECTIVES, Machine, find_machine, write_machine
+from finetune.plan.machine import Machine, find_machine, write_machine
 from finetune.plan.model import model_of
 from finetune.plan.seconds import plan_seconds
 
@@ -40,10 +40,8 @@ def test_a_tiny_calibration_is_a_machine_that_can_be_planned_for(tmp_path: Path)
     done = subprocess.run([*argv, str(tmp_path)], cwd=REPO, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     machine = find_machine(str(out))
-    assert set(machine.collectives) == set(COLLECTIVES)
-    assert machine.gemm_table
-    assert {row[0] for row in machine.kernel_table} >= {"add", "gelu", "gelu_back", "attention", "adam", "norm"}
-    assert machine.sources["launch_seconds"].startswith("measured")
+    measured = ("peak_flops", "memory_bandwidth", "launch_seconds", "intra_node", "host_link")
+    assert all(machine.sources[name].startswith("measured") for name in measured)
     assert machine.sources["inter_node"].startswith("assumed")
     assert machine.sources["nvme"].startswith(("measured", "assumed"))  # a folder in memory takes no O_DIRECT
     device = "cpu" if machine.device == "cpu" else "cuda"

@@ -19,7 +19,6 @@ KINDS = (
     collectives.all_reduce,
     collectives.all_gather,
     collectives.reduce_scatter,
-    collectives.all_to_all,
 )
 
 
@@ -28,7 +27,6 @@ KINDS = (
     [
         (collectives.all_gather, 4, 3 / 4, 3),
         (collectives.reduce_scatter, 4, 3 / 4, 3),
-        (collectives.all_to_all, 4, 3 / 4, 3),
         (collectives.all_gather, 8, 7 / 8, 7),
     ],
 )
@@ -59,12 +57,6 @@ def test_neighbours_send_over_the_link_between_them() -> None:
     assert collectives.p2p(MACHINE, 400) == 1 + 4
     assert collectives.p2p(MACHINE, 400, within_node=False) == 10 + 20
     assert collectives.p2p(MACHINE, 0) == 0
-
-
-def test_what_was_measured_goes_before_the_links() -> None:
-    measured = replace(MACHINE, collectives={"all_gather": Link(10.0, 2.0)})
-    assert collectives.all_gather(measured, 100, Group(2, 2)) == pytest.approx(50 / 10 + 2)
-    assert collectives.reduce_scatter(measured, 100, Group(2, 2)) == pytest.approx(50 / 100 + 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

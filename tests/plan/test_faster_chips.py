@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.plan.job import DEEPSPEED, PIPELINE, TRAINER, Job, tape_of
-from finetune.plan.kernels import kernels_of
+from finetune.plan.kernels import SUSTAINED, kernels_of
 from finetune.plan.machine import Link, Machine, Nvme, find_machine, machine_names
 from finetune.plan.model import model_of
 from finetune.plan.named import find_model_config
 from finetune.plan.optimizers import Optimizer
 from finetune.plan.seconds import plan_seconds
-from finetune.plan.values import CHUNKED_LOSS, Gemm
+from finetune.plan.values import CHUNKED_LOSS
 from finetune.plan.zero import Zero
 
 GPUS = [machine for name in machine_names() if (machine := find_machine(name)).device != "cpu"]
@@ -148,8 +148,9 @@ def test_a_loss_in_chunks_multiplies_at_the_rate_of_its_factors(precision: str) 
     one = job("Llama-3.2-1B", precision, "ZeRO-2")
     op = next(op for op in tape_of(one).ops if op.name == CHUNKED_LOSS)
     kernels = kernels_of(h100, precision)
-    product = kernels.product(Gemm(rows, vocabulary, hidden))
-    passes = kernels.moved("mul", 6 * rows * vocabulary * 2, 2)
+    rate = SUSTAINED * h100.gemm_efficiency[precision] * h100.peak_flops[precision]
+    product = 2 * rows * vocabulary * hidden / rate
+    passes = kernels.moved(6 * rows * vocabulary * 2, op.kernels).device
     assert kernels.op(op)[0].device == pytest.approx(product + passes)
 
 
@@ -161,5 +162,5 @@ def test_products_in_fp32_within_half_precision_stay_at_the_rate_of_fp32() -> No
     op = next(op for op in tape.ops if op.name == "matmul")
     assert op.inputs[0].bytes_each == 4
     h100 = find_machine("H100")
-    in_fp32 = sum(kernels_of(h100, "fp32").product(gemm) for gemm in op.gemms)
-    assert kernels_of(h100, "bf16").op(op)[0].device == pytest.approx(in_fp32)
+    in_bf16, in_fp32 = (kernels_of(h100, precision).op(op)[0] for precision in ("bf16", "fp32"))
+    assert in_bf16 == in_fp32

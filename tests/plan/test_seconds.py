@@ -18,8 +18,8 @@ from finetune.plan.machine import Link, Machine, Nvme, find_machine
 from finetune.plan.model import Model, model_of
 from finetune.plan.optimizers import Optimizer
 from finetune.plan.seconds import plan_seconds, stage_bounds, stage_seconds
-from finetune.plan.traffic import filled
-from finetune.plan.values import Gemm
+from finetune.plan.tape import Tape
+from finetune.plan.values import Gemm, Numbers, Op, Storage, Value
 from finetune.plan.zero import Zero
 
 LITE = {
@@ -234,47 +234,62 @@ def test_a_pipeline_idles_less_with_more_micro_batches() -> None:
 # Kernels
 
 
+def linear(rows: int, fan_out: int, fan_in: int, size: int = 2) -> Op:
+    """A product of a layer without a bias."""
+    factors = tuple(Value(count, size, Storage(0)) for count in (rows * fan_in, fan_in * fan_out))
+    moved = size * (rows * fan_in + fan_in * fan_out + rows * fan_out)
+    return Op("linear", factors, (), gemms=(Gemm(rows, fan_out, fan_in),), moved=moved)
+
+
 def test_a_large_product_takes_its_flops_at_the_rate_that_large_ones_reach() -> None:
-    kernels = Kernels(H100, "bf16")
     seconds = 2 * 8192**3 / (SUSTAINED * H100.peak_flops["bf16"] * H100.gemm_efficiency["bf16"])
-    assert kernels.product(Gemm(8192, 8192, 8192)) == pytest.approx(seconds + KERNEL_SECONDS)
+    forward, _ = Kernels(H100, "bf16").op(linear(8192, 8192, 8192))
+    assert forward.device == pytest.approx(seconds + KERNEL_SECONDS)
+    assert forward.launches == 1
 
 
 def test_a_thin_product_takes_the_time_of_its_bytes() -> None:
     """One row: 2 bytes of each weight are read for 2 FLOPs."""
-    kernels = Kernels(H100, "bf16")
     read = 2 * (4096 * 4096 + 2 * 4096) / (H100.memory_bandwidth * H100.memory_efficiency)
-    assert kernels.product(Gemm(64, 4096, 4096)) > read
-    assert kernels.product(Gemm(1, 4096, 4096)) == pytest.approx(read + KERNEL_SECONDS)
+    forward, _ = Kernels(H100, "bf16").op(linear(1, 4096, 4096))
+    assert forward.device == pytest.approx(read + KERNEL_SECONDS)
 
 
-def test_a_measured_shape_takes_what_was_measured_and_others_lie_between() -> None:
-    table = ((64, 64, 64, "fp32", 1e9), (256, 256, 256, "fp32", 4e9))
-    kernels = Kernels(replace(CPU, gemm_table=table), "fp32")
-    assert kernels.product(Gemm(64, 64, 64, many=3)) == pytest.approx(3 * 2 * 64**3 / 1e9)
-    between = Gemm(128, 128, 128)
-    assert kernels.product(between) == pytest.approx(between.flops / 2e9)  # the geometric mean
+def test_products_of_fp32_factors_run_in_fp32() -> None:
+    seconds = 2 * 8192**3 / (SUSTAINED * H100.peak_flops["fp32"] * H100.gemm_efficiency["fp32"])
+    forward, _ = Kernels(H100, "bf16").op(linear(8192, 8192, 8192, size=4))
+    assert forward.device == pytest.approx(seconds + KERNEL_SECONDS)
 
 
-def test_a_measured_operator_goes_by_kind_and_size() -> None:
-    table = (("gelu", "fp32", 1000, 1e3), ("gelu", "fp32", 100_000, 1e5), ("add", "fp32", 1000, 1e6))
-    kernels = Kernels(replace(CPU, kernel_table=table), "fp32")
-    assert kernels.moved("gelu", 1000) == pytest.approx(1)
-    assert kernels.moved("gelu", 10_000) == pytest.approx(1)  # at 1e4 bytes a second
-    assert kernels.moved("gelu", 10) == pytest.approx(10 / 1e3)
-    assert kernels.moved("gelu_back", 1000) == pytest.approx(1)
-    assert kernels.moved("silu", 1000) == pytest.approx(1e-3)
+def test_an_operator_takes_the_time_of_its_bytes_and_each_kernel_its_least() -> None:
+    bus = H100.memory_bandwidth * H100.memory_efficiency
+    x = Value(1000, 4, Storage(4000))
+    op = Op("gelu", (x,), (), moved=8e9, moved_back=16e9, kernels_back=3)  # type: ignore[arg-type]
+    assert Kernels(H100, "bf16").op(op) == (
+        Work(8e9 / bus + KERNEL_SECONDS, 1),
+        Work(16e9 / bus + 3 * KERNEL_SECONDS, 3),
+    )
+    on_cpu = Kernels(CPU, "fp32").op(replace(op, inputs=(replace(x, needs_grad=False),)))
+    assert on_cpu == (Work(8e9 / (CPU.memory_bandwidth * CPU.memory_efficiency), 1), Work())
+    passes = replace(op, passes_on=True)
+    assert Kernels(H100, "bf16").op(passes)[1] == Work()
+    met = Kernels(H100, "bf16").op(replace(passes, inputs=(x, x)))[1]  # the other input's gradient is added to it
+    assert met == Work(8e9 / bus + KERNEL_SECONDS, 1)
+
+
+def test_a_gradient_reads_what_was_saved_besides() -> None:
+    tape = Tape(Numbers(), {})
+    with tape.segment("test"):
+        tape.unary("gelu", tape.given(10, needs_grad=True))
+        tape.scale(tape.given(10, needs_grad=True))
+    gelu, scale = (op for op in tape.ops if op.kernels)
+    assert (gelu.moved, gelu.moved_back) == (2 * 40, 4 * 40)
+    assert (scale.moved, scale.moved_back) == (2 * 40, 2 * 40)
 
 
 def test_a_machine_has_its_kernels_once() -> None:
     assert kernels_of(H100, "bf16") is kernels_of(find_machine("H100"), "bf16")
     assert Work(1, 2) + Work(3, 4) == Work(4, 6)
-
-
-def test_buckets_close_before_they_run_over() -> None:
-    assert filled([3, 3, 3, 9, 1], 7) == [[3, 3], [3], [9], [1]]
-    assert filled([3, 3, 3], 7, first=3) == [[3], [3, 3]]
-    assert filled([], 7) == []
 
 
 def test_half_precision_that_a_machine_lacks_is_as_slow_as_fp32() -> None:
@@ -288,15 +303,6 @@ def test_the_trainer_alone_ignores_what_a_config_says_of_zero() -> None:
 def test_planning_seconds_imports_no_torch() -> None:
     code = "import sys, finetune.plan.seconds; sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
-
-
-def test_attention_that_was_measured_takes_its_products_by_its_rate() -> None:
-    machine = replace(
-        find_machine("cpu"), kernel_table=(("attention", "fp32", 64, 2e9), ("attention", "fp32", 256, 2e9))
-    )
-    made = Kernels(machine, "fp32")
-    products = (Gemm(128, 128, 64, many=8), Gemm(128, 64, 128, many=8))
-    assert made._attention("attention", products, 1.0) == pytest.approx(sum(one.flops for one in products) / 2e9)
 
 
 def test_a_pipeline_waits_for_the_launches_of_its_optimizer_too() -> None:

@@ -59,7 +59,7 @@ class Zero3(Resident):
         self.entered: list[int] = []  # per turn: how many modules start, the module itself and its parents
         self.promised: dict[str, int] = {}  # per parameter: the last use that the prefetch has covered
         self.gathers: list[Gather] = []
-        self.reduced: list[tuple[int, ...]] = []  # elements of each gradient of each bucket
+        self.reduced = 0  # buckets of gradients
 
     def trace(self, tape: Tape, goes_back: bool = True) -> None:
         """The order of modules in a micro-batch, forward and backward, which DeepSpeed records in its first step. A
@@ -191,9 +191,9 @@ class Zero3(Resident):
         """__avg_scatter_grads, reduce_scatter_coalesced: one buffer with every rank's shards."""
         if not self.filled:
             return
-        padded = tuple(self.pieces[name] * self.ranks for name in self.filled)
-        self.reduced.append(padded)
-        ledger.passing(BUCKETS, sum(padded) * self.size if self.ranks > 1 else 0, "reduce-scatter of a bucket")
+        padded = sum(self.pieces[name] * self.ranks for name in self.filled)
+        self.reduced += 1
+        ledger.passing(BUCKETS, padded * self.size if self.ranks > 1 else 0, "reduce-scatter of a bucket")
         for name in self.filled:
             if not self._lies_in_bucket(name):
                 ledger.give(GRADIENTS, self.gradient_bytes(name))
@@ -227,7 +227,7 @@ class Zero3(Resident):
 @dataclass(frozen=True)
 class Played:
     gathers: tuple[Gather, ...]
-    reduced: tuple[tuple[int, ...], ...]  # elements of each gradient of each bucket
+    reduced: int  # buckets of gradients
     persistent: tuple[int, ...]
 
 
@@ -252,4 +252,4 @@ def _played(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Played:
     passed.backward()
     layout.end(ledger)
     kept = tuple(layout.elements[name] for name in sorted(layout.persistent))
-    return Played(tuple(layout.gathers), tuple(layout.reduced), kept)
+    return Played(tuple(layout.gathers), layout.reduced, kept)
