@@ -20,7 +20,7 @@ from transformers import set_seed
 from finetune.entry.main import run_recipe
 from finetune.errors import RequestError
 from finetune.measure.memory import Allocations
-from finetune.measure.models import build, config_of, samples
+from finetune.measure.models import build_adapted, config_of, samples
 from finetune.measure.recipe import TRIAL, TrialArguments
 from finetune.measure.train import train, train_pipeline
 from finetune.measure.watch import OBSERVED_STEPS, WARM_STEPS, Watch
@@ -60,12 +60,12 @@ def main(run: Run) -> None:
 
 def _trainer(session: Session, config: dict[str, Any], data: Samples, watch: Watch) -> None:
     trial = session[TrialArguments]
-    model = build(config, trial.head, trial.attn_implementation)
+    base, model = build_adapted(config, trial.head, trial.attn_implementation, trial.adapter)
     if trial.loss_chunk_tokens:
-        model.accepts_loss_kwargs = True  # see use_chunked_loss
+        base.accepts_loss_kwargs = True  # see use_chunked_loss
         use_chunked_loss(model, trial.loss_chunk_tokens)
     else:
-        settle_loss_scaling(model, label_per_token=trial.head != CLASSES)
+        settle_loss_scaling(base, label_per_token=trial.head != CLASSES)
     train(session, model, data, watch)
 
 

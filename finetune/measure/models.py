@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from transformers import (
 
 import finetune.models.gptlite
 import finetune.models.mlp  # noqa: F401 - they register their models
+from finetune.models.adapters import with_adapter
 from finetune.plan.families.parts import CAUSAL, CLASSES, MASKED, SEQ2SEQ, SPANS, TAGS
+from finetune.run.flags.adapter import AdapterArguments
 
 AUTO = {
     CAUSAL: AutoModelForCausalLM,
@@ -28,14 +31,32 @@ AUTO = {
     SPANS: AutoModelForQuestionAnswering,
 }
 
+PEFT_TASKS = {
+    CAUSAL: "CAUSAL_LM",
+    CLASSES: "SEQ_CLS",
+    SEQ2SEQ: "SEQ_2_SEQ_LM",
+    TAGS: "TOKEN_CLS",
+    SPANS: "QUESTION_ANS",
+}
+
 
 def config_of(values: dict[str, Any]) -> Any:
     settled = dict(values)
     return AutoConfig.for_model(settled.pop("model_type"), **settled)
 
 
-def build(values: dict[str, Any], head: str, attention: str) -> Any:
-    return AUTO[head].from_config(config_of(values), attn_implementation=attention)
+def build(values: dict[str, Any], head: str, attention: str, dtype: torch.dtype | None = None) -> Any:
+    chosen = {} if dtype is None else {"dtype": dtype}
+    return AUTO[head].from_config(config_of(values), attn_implementation=attention, **chosen)
+
+
+def build_adapted(values: dict[str, Any], head: str, attention: str, adapter: str) -> tuple[Any, Any]:
+    """The model without and with an adapter, if there is one: flags of AdapterArguments, as a JSON object."""
+    if not adapter:
+        return (base := build(values, head, attention)), base
+    arguments = AdapterArguments(use_peft=True, **json.loads(adapter))
+    base = build(values, head, attention, getattr(torch, arguments.dtype))
+    return base, with_adapter(base, arguments, None, PEFT_TASKS[head])
 
 
 def samples(config: dict[str, Any], head: str, tokens: int, for_pipeline: bool = False) -> dict[str, torch.Tensor]:

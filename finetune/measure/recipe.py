@@ -33,6 +33,9 @@ class TrialArguments:
     loss_chunk_tokens: int = field(
         default=0, metadata={"help": "rows of logits at a time; 0: all", "range": NOT_NEGATIVE}
     )
+    adapter: str = field(
+        default="", metadata={"help": "a JSON object of flags of an adapter, and the dtype of its base; empty: none"}
+    )
     planned_device: str = field(default="", metadata={"help": "cpu or cuda: another is refused; empty: any"})
     timed_steps: int = field(default=5, metadata={"help": "steps whose time counts", "range": AT_LEAST_ONE})
     result_dir: str = field(default="", metadata={"help": "where each rank writes its measurements"})

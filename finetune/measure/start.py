@@ -17,11 +17,12 @@ from finetune.errors import RequestError, RunError
 from finetune.host.hardware import cores_here, gpus_here
 from finetune.measure.outcome import CRASHED, DONE, UNSUPPORTED
 from finetune.measure.processes import PYTHON, TORCHRUN, run, started, words
-from finetune.plan.job import PIPELINE, Job
+from finetune.plan.job import FSDP, PIPELINE, Job
 from finetune.plan.machine import Machine
 from finetune.plan.optimizers import optim_of
 from finetune.plan.plan import Plan
 from finetune.plan.search import TRAINER_ALONE, Candidate, Found, shipped
+from finetune.plan.values import Lora
 
 PATIENCE_SECONDS = 600.0
 
@@ -84,6 +85,10 @@ def arguments(job: Job, config: dict[str, Any] | None, folder: Path, steps: int,
     }
     if job.checkpoint_interval:
         flags["activation_checkpoint_interval"] = job.checkpoint_interval
+    if job.engine == FSDP:
+        flags["fsdp"] = True
+    if job.model.lora is not None:
+        flags["adapter"] = json.dumps(_adapter(job.model.lora, job.dtype))
     if job.engine == PIPELINE:
         flags |= {"pipeline_parallel_size": job.stages, "partition_method": job.partition_method}
     if config is not None:
@@ -94,6 +99,18 @@ def arguments(job: Job, config: dict[str, Any] | None, folder: Path, steps: int,
     if optim := _optim(job, config):
         flags["optim"] = optim
     return words(flags | more)
+
+
+def _adapter(lora: Lora, dtype: str) -> dict[str, Any]:
+    """Flags of AdapterArguments."""
+    return {
+        "lora_r": lora.rank,
+        "lora_dropout": lora.dropout,
+        "lora_target_modules": list(lora.targets),
+        "lora_modules_to_save": list(lora.saved),
+        "lora_use_dora": lora.is_dora,
+        "dtype": dtype,
+    }
 
 
 def _optim(job: Job, config: dict[str, Any] | None) -> str | None:
@@ -169,7 +186,7 @@ def check_room(job: Job, machine: Machine) -> None:
     what = (
         "preferences" if job.texts > 1
         else "beside a teacher" if job.teacher is not None
-        else "adapters" if job.model.lora is not None
+        else "weights in 4 bits" if any(tensor.is_packed for tensor in job.model.tensors)
         else "ResNets" if job.model.family == "resnet"
         else None
     )  # fmt: skip

@@ -128,7 +128,7 @@ def saved_modules(model: Any, arguments: AdapterArguments, task: str) -> list[st
                 f"--lora_modules_to_save {name}: this model's embeddings and head are one tensor, and only one of them "
                 "would get the trained copy. Leave it out."
             )
-    return [*asked, *(() if task in WITHOUT_NEW_HEAD else heads_of(model))]
+    return list(dict.fromkeys([*asked, *(() if task in WITHOUT_NEW_HEAD else heads_of(model))]))
 
 
 def heads_of(model: Any) -> list[str]:

@@ -201,14 +201,13 @@ def _check_engine(run: Run, model: Model) -> None:
 
 def _check_fsdp(run: Run, model: Model) -> None:
     """Only what recipes run with --fsdp True is planned: FSDP2, each layer a group."""
+    check_sharded(run)
     is_plain = str(run.value("fsdp")) in ("True", "full_shard", "full_shard auto_wrap") and not run.value("fsdp_config")
     why = (
         "it does not shard an encoder with a decoder"
         if model.head == SEQ2SEQ
         else f"it does not shard a {model.family}"
         if model.family in NO_TEXT
-        else "adapters are not planned under it"
-        if run.value("use_peft")
         else None
         if is_plain
         else "only --fsdp True is planned, without --fsdp_config"

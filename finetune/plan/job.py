@@ -96,8 +96,10 @@ class Job:
 
     @property
     def frozen_bytes(self) -> int:
-        is_half = self.model.lora is not None and self.uses_autocast and self.dtype != "float32"
-        return HALF_BYTES if is_half else self.weight_bytes
+        """Of frozen weights, as they are held."""
+        if self.model.lora is None or not self.uses_autocast:
+            return self.weight_bytes
+        return FP32_BYTES if self.dtype == "float32" else HALF_BYTES
 
     @property
     def of_teacher(self) -> Job:
@@ -116,7 +118,8 @@ class Job:
     @property
     def numbers(self) -> Numbers:
         is_fp16, half_weights = self.precision == "fp16", self.engine == FSDP or self.trains_half
-        return Numbers(self.frozen_bytes, self.device, self.attention, self.uses_autocast, is_fp16, half_weights)
+        frozen = self.weight_bytes if self.engine == FSDP else self.frozen_bytes  # FSDP gathers all in one precision
+        return Numbers(frozen, self.device, self.attention, self.uses_autocast, is_fp16, half_weights)
 
 
 def tape_of(job: Job, part: Part | None = None) -> Tape:

@@ -113,12 +113,13 @@ class Tape(Recorder):
 
     def _adapted(self, lora: Lora, x: Value, base: Value, module: str, rows: int) -> Value:
         """peft, tuners/lora/layer.py, Linear.forward: base + B(A(dropout(x))) * scaling, from `x` in the precision of
-        the adapter's weights, which autocast finds in fp32."""
-        own = FP32_BYTES if self.numbers.autocast else self.numbers.bytes_each
+        the adapter's weights, which autocast finds in fp32, unless FSDP has gathered them in half precision."""
+        is_cast = self.numbers.autocast and not self.numbers.half_weights
+        own = FP32_BYTES if is_cast else self.numbers.bytes_each
         x = self.dropout(self.cast(x, own), lora.dropout)
         for name in (f"{module}.lora_A.default", f"{module}.lora_B.default"):
             high, wide = self.shapes[f"{name}.weight"]
-            casts = [self.cast_weight(f"{name}.weight", name, trains=True)] if self.numbers.autocast else []
+            casts = [self.cast_weight(f"{name}.weight", name, trains=True)] if is_cast else []
             x = self.cast(x, self.numbers.product_bytes)
             forward, of_input, of_weight = _products(rows, wide, high)
             back = (*([of_input] if x.needs_grad else []), of_weight)

@@ -148,7 +148,7 @@ class Network:
         groups = engine.groups.values()
         forward = self.gathered([(group.elements, len(group.names)) for group in groups])
         again = self.gathered([(group.elements, len(group.names)) for group in groups if not group.stays])
-        boundary = again + self.scattered(len(groups), 2)
+        boundary = again + self.scattered(len([group for group in groups if group.trained]), 2)
         return Traffic(forward, again + self.added(), boundary, overlaps=self.is_overlapping(True))
 
     def zero3(self, tape: Tape) -> Traffic:

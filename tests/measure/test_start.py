@@ -18,14 +18,15 @@ from finetune.measure.calibrate import calibrate
 from finetune.measure.outcome import CRASHED, Outcome
 from finetune.measure.recipe import TRIAL
 from finetune.plan.from_run import Subject, job_of
-from finetune.plan.job import DEEPSPEED, PIPELINE, Job
+from finetune.plan.job import DEEPSPEED, FSDP, PIPELINE, Job
 from finetune.plan.machine import Machine, find_machine
-from finetune.plan.model import model_of
+from finetune.plan.model import in_4bit, model_of, with_lora
 from finetune.plan.optimizers import KINDS, Optimizer
 from finetune.plan.plan import plan
 from finetune.plan.search import laid_out, shipped
 from finetune.plan.values import Lora
 from finetune.plan.zero import read_zero
+from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.launch import Launch
 from finetune.run.resolve import resolve
 
@@ -58,6 +59,7 @@ def test_the_trainer_is_told_what_was_planned(tmp_path: Path) -> None:
     [
         ("none", {}),
         ("none", {"checkpoint_interval": 2, "attention": "eager", "optimizer": Optimizer("sgd")}),
+        ("none", {"engine": FSDP, "loss_chunk_tokens": 512}),
         ("zero2", {"loss_chunk_tokens": 512}),
         ("zero2_offload", {}),
         ("zero3", {"micro_batch": 1, "accumulation": 1}),
@@ -71,6 +73,16 @@ def test_what_is_run_is_what_was_planned(layout: str, changes: dict[str, Any], t
     run = resolve(TRIAL, argv, Launch(world_size=2, local_world_size=2, launcher="torchrun"))
     subject = Subject(job.model, job.tokens, loss_chunk_tokens=job.loss_chunk_tokens)
     assert job_of(run, find_machine("cpu"), subject=subject)[0] == job
+
+
+def test_an_adapter_is_the_one_that_was_planned(tmp_path: Path) -> None:
+    lora = Lora(8, ("qkv", "out"), 0.1, ("head",))
+    job = replace(BASE, model=with_lora(BASE.model, lora), engine=FSDP, precision="bf16", dtype="bfloat16")
+    found = flags(job, None, tmp_path)
+    assert found["fsdp"] == "True"
+    said = AdapterArguments(use_peft=True, **json.loads(found["adapter"]))
+    assert (said.lora_r, said.lora_target_modules, said.lora_dropout) == (8, ["qkv", "out"], 0.1)
+    assert (said.lora_modules_to_save, said.lora_use_dora, said.dtype) == (["head"], False, "bfloat16")
 
 
 def test_a_loss_in_chunks_is_run_in_chunks(tmp_path: Path) -> None:
@@ -164,12 +176,14 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         start.check_room(*on("cuda", 1))
 
 
-def test_several_nodes_and_adapters_are_refused() -> None:
+def test_several_nodes_and_weights_of_4_bits_are_refused() -> None:
     job, machine = on("cpu", 2)
     with pytest.raises(RequestError, match="2 ranks are more than this machine has"):
         start.check_room(replace(job, ranks_per_node=1), machine)
-    with pytest.raises(RequestError, match="do not train adapters"):
-        start.check_room(replace(job, model=replace(job.model, lora=Lora(8, ("query",)))), machine)
+    adapted = replace(job, model=with_lora(job.model, Lora(8, ("qkv",))))
+    start.check_room(adapted, machine)
+    with pytest.raises(RequestError, match="do not train weights in 4 bits"):
+        start.check_room(replace(job, model=in_4bit(job.model)), machine)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, code: str) -> None:

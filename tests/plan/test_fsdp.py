@@ -14,10 +14,11 @@ from finetune.plan.from_run import job_of
 from finetune.plan.job import FSDP, Job, tape_of
 from finetune.plan.machine import find_machine
 from finetune.plan.memory import plan_memory
-from finetune.plan.model import model_of
+from finetune.plan.model import model_of, with_lora
 from finetune.plan.optimizers import Optimizer
 from finetune.plan.seconds import plan_seconds
 from finetune.plan.step import Ledger
+from finetune.plan.values import Lora
 from finetune.plan.zero import Zero
 from finetune.run.launch import Launch
 from finetune.run.recipes.causal_lm import CAUSAL_LM
@@ -100,11 +101,93 @@ def test_a_step_takes_longer_with_a_slower_network_and_sums_gradients_once() -> 
     assert two.communication < 2 * plan_seconds(near, gpu).communication
 
 
+TWO_LAYERS = Lora(4, ("q_proj", "down_proj"))
+
+
+def adapted(config: dict[str, Any] = LLAMA, lora: Lora = TWO_LAYERS, **values: Any) -> Job:
+    one = job(config, **values)
+    return replace(one, model=with_lora(one.model, lora))
+
+
+ADAPTERS = 2 * 4 * (16 + 16 + 32 + 16)  # elements beside the two linear layers of both blocks
+
+
+def test_with_adapters_the_frozen_groups_are_gathered_too_and_a_norm_that_peft_hides_is_the_models_own() -> None:
+    engine = traced(adapted())
+    assert engine.order == ["embeddings", "model.layers.0", "model.layers.1", "tail", "root"]
+    assert engine.groups["tail"].names == ["lm_head.weight"]
+    assert engine.groups["root"].names == ["model.norm.weight"]
+    assert "transformer.ln_f.weight" in traced(adapted(GPT2, Lora(4, ("c_attn",)))).groups["tail"].names
+    assert [engine.groups[key].trained for key in engine.order] == [0, ADAPTERS // 2, ADAPTERS // 2, 0, 0]
+    # Gradients flow to the second block's inputs and no further.
+    assert [engine.groups[key].waits for key in engine.order] == [True, True, False, False, True]
+    recomputed = traced(adapted(checkpoint_interval=1))
+    assert not recomputed.groups["model.layers.0"].waits, "the embeddings then pass gradients on"
+
+
+def test_what_a_trained_copy_replaces_is_gathered_with_it() -> None:
+    engine = traced(adapted(lora=Lora(4, ("q_proj",), saved=("lm_head",))))
+    assert sorted(engine.groups["tail"].names) == ["lm_head.original_module.weight", "lm_head.weight"]
+    assert engine.groups["tail"].elements == 2 * engine.groups["tail"].trained == 2 * 100 * 16
+
+
+@pytest.mark.parametrize(
+    ("values", "frozen_bytes"),
+    [
+        ({}, 4),
+        ({"precision": "bf16", "dtype": "bfloat16"}, 2),
+        ({"precision": "bf16", "dtype": "float32"}, 4),
+    ],
+    ids=["fp32", "bf16", "bf16 beside a base in fp32"],
+)
+def test_a_frozen_base_is_held_in_its_dtype_and_adapters_and_their_states_in_fp32(
+    values: dict[str, Any], frozen_bytes: int
+) -> None:
+    one = adapted(**values)
+    base = sum(tensor.elements for tensor in one.model.tensors) - ADAPTERS
+    rank = plan_memory(one, CPU)
+    assert rank.resident[PARAMETERS] == (base * frozen_bytes + ADAPTERS * 4) / 2
+    assert rank.resident[STATES] == ADAPTERS * 8 / 2 + 8 * 4, "and a step of each of the eight tensors"
+    assert GRADIENTS not in rank.resident
+    assert rank.timeline[-1][1:] == ("step", rank.resident_bytes)
+
+
+def test_gradients_of_adapters_alone_are_kept_until_the_last_micro_batch() -> None:
+    peak = plan_memory(adapted(accumulation=2), CPU).peaks["forward"].by_kind
+    assert peak[GRADIENTS] == 4 * ADAPTERS
+    peak = plan_memory(adapted(accumulation=2, precision="bf16", dtype="bfloat16"), CPU).peaks["forward"].by_kind
+    assert peak[GRADIENTS] == 2 * ADAPTERS, "of weights gathered in bf16"
+
+
+def test_adapters_send_little_and_gather_as_much_as_the_whole_model() -> None:
+    gpu, near = find_machine("A100-80GB"), {"world_size": 16, "ranks_per_node": 8, "device": "cuda"}
+    whole, few = (plan_seconds(one, gpu).communication for one in (job(**near), adapted(**near)))
+    assert whole / 2 < few < whole
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--load_in_4bit True", "--load_in_4bit is True .* FSDP shard weights"),
+        ("--lora_use_dora True", "--lora_use_dora is True .* FSDP shard weights"),
+        ("", ""),
+    ],
+)
+def test_adapters_that_cannot_be_sharded_are_refused_as_the_recipe_refuses_them(words: str, said: str) -> None:
+    words = f"--model_name_or_path Llama-3.2-1B --fsdp True --use_peft True {words}"
+    run = resolve(CAUSAL_LM, words.split(), Launch(world_size=2), is_here=False)
+    if said:
+        with pytest.raises(RequestError, match=said):
+            job_of(run, find_machine("A100-80GB"))
+    else:
+        one, _, _ = job_of(run, find_machine("A100-80GB"))
+        assert (one.engine, one.dtype, one.model.lora is not None) == (FSDP, "bfloat16", True)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ("--model_name_or_path Llama-3.2-1B --fsdp shard_grad_op", "only --fsdp True is planned"),
-        ("--model_name_or_path Llama-3.2-1B --fsdp True --use_peft True", "adapters are not planned under it"),
         ("--fsdp True --model_name_or_path t5-small", "an encoder with a decoder"),
     ],
 )

@@ -7,9 +7,17 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import REPO, tool
+
+from finetune.measure.start import measure
+from finetune.plan.job import FSDP, Job
+from finetune.plan.machine import find_machine
+from finetune.plan.memory import plan_memory
+from finetune.plan.model import is_block_linear, model_of, with_lora
+from finetune.plan.values import Lora
 
 pytestmark = pytest.mark.nightly
 TINY = {"model_type": "gptlite", "vocab_size": 500, "num_hidden_layers": 3, "hidden_size": 128,
@@ -45,6 +53,48 @@ def test_the_plan_is_what_the_run_takes(layout: str, model: str) -> None:
     assert planned == pytest.approx(measured, rel=0.01)
     planned, measured = figures(said, "peak")
     assert planned == pytest.approx(measured, rel=0.03)
+
+
+LLAMA = {"model_type": "llama", "vocab_size": 500, "num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 352,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
+GPT2 = {"model_type": "gpt2", "vocab_size": 500, "n_layer": 3, "n_embd": 128, "n_head": 4, "n_positions": 128}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"precision": "bf16", "dtype": "bfloat16"},
+        {"precision": "bf16"},
+        {"accumulation": 2},
+        {"checkpoint_interval": 1},
+        {"loss_chunk_tokens": 256, "accumulation": 3, "precision": "bf16", "dtype": "bfloat16"},
+    ],
+    ids=lambda values: ", ".join(f"{name} {value}" for name, value in values.items()),
+)
+@pytest.mark.parametrize("config", [TINY, LLAMA, GPT2], ids=lambda config: config["model_type"])
+def test_fsdp_with_adapters_takes_what_is_planned(
+    config: dict[str, Any], values: dict[str, Any], tmp_path: Path
+) -> None:
+    """Also in bf16, which the shipped profile of a CPU does not compute in, and the command refuses."""
+    assert_taken(config, {"micro_batch": 8, "tokens": 128, **values}, tmp_path)
+
+
+@pytest.mark.parametrize("values", [{}, {"precision": "bf16", "dtype": "bfloat16"}], ids=["fp32", "bf16"])
+def test_so_it_does_where_gathered_weights_outweigh_activations(values: dict[str, Any], tmp_path: Path) -> None:
+    wide = {**LLAMA, "hidden_size": 512, "intermediate_size": 1376, "vocab_size": 4000}
+    assert_taken(wide, {"micro_batch": 1, "tokens": 16, **values}, tmp_path)
+
+
+def assert_taken(config: dict[str, Any], values: dict[str, Any], folder: Path) -> None:
+    model = model_of(config)
+    every = sorted({tensor.name.split(".")[-2] for tensor in model.tensors if is_block_linear(tensor)})
+    adapted = with_lora(model, Lora(16, tuple(every)))
+    job = Job(adapted, FSDP, world_size=2, ranks_per_node=2, device="cpu", **values)
+    found, got = plan_memory(job, find_machine("cpu")), measure(job, None, folder)
+    assert not isinstance(got, str), got
+    assert found.resident_bytes == pytest.approx(max(got.resident_bytes), rel=0.01)
+    assert found.step_peak.bytes == pytest.approx(max(got.peak_bytes), rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -19,17 +19,22 @@ from finetune.plan.tape import Tape
 from finetune.plan.values import FP32_BYTES, Op
 
 LAYER = re.compile(r"(.*?\.\d+)\.")
+# In the name of a weight of an adapter, or of what a trained copy replaces.
+ADAPTER = re.compile(r"\.(lora_\w+\.default|original_module)\.")
 EMBEDDINGS, TAIL, ROOT = "embeddings", "tail", "root"
 
 
 @dataclass
 class Group:
-    """Parameters that are gathered together. `elements`: of all shards, with padding. `stays`: remains gathered between
-    the forward and backward pass. `waits`: its inputs have no gradient, so its own gradients are reduced at the end."""
+    """Parameters that are gathered together. `elements`: of all shards, with padding; `trained` and `cast`: of those
+    that train, and of those that are gathered in another precision than they are held in. `stays`: remains gathered
+    between the forward and backward pass. `waits`: its inputs have no gradient, so its own gradients are reduced, and
+    its weights released, at the end."""
 
     names: list[str]
-    elements: int
-    trained: int
+    elements: int = 0
+    trained: int = 0
+    cast: int = 0
     stays: bool = False
     waits: bool = False
     is_here: bool = False
@@ -51,6 +56,8 @@ class Fsdp(Resident):
         used = [seg.ops[event[1]] for seg, events in passes for event in events if event[0] is Kind.BEFORE]
         self.modules = {op.module: op.weights for op in used}
         names = list(dict.fromkeys(name for op in used for name in op.weights))
+        # What a trained copy replaces is gathered with the copy, and not used.
+        names += [tensor.name for tensor in self.weights.tensors if ".original_module." in tensor.name]
         self.group_of = {name: self._group_of(name, used) for name in names}
         padded = {
             tensor.name: math.prod(piece(tensor.shape, self.ranks)) * self.ranks for tensor in self.weights.tensors
@@ -58,13 +65,14 @@ class Fsdp(Resident):
         self.pieces = {name: size // self.ranks for name, size in padded.items()}
         self.groups: dict[str, Group] = {}
         for name, key in self.group_of.items():
-            group = self.groups.setdefault(key, Group([], 0, 0, stays=key in (TAIL, ROOT)))
+            group = self.groups.setdefault(key, Group([], stays=key in (TAIL, ROOT)))
             group.names.append(name)
             group.elements += padded[name]
             group.trained += padded[name] * (name in self.trains)
-        is_tied = program.uses[names[0]] > 1
+            group.cast += padded[name] * (self._held_bytes(name) != self.size)
+        first = {self.group_of[name]: op for op in reversed(used) for name in op.weights}
         for key, group in self.groups.items():
-            group.waits = key in (EMBEDDINGS, ROOT) or (key == TAIL and is_tied)
+            group.waits = key == ROOT or not any(value.needs_grad for value in first[key].inputs)
         ends = {self.group_of[op.weights[0]]: index for index, op in enumerate(used)}
         self.order = sorted(self.groups, key=lambda key: (key == ROOT, ends[key]))  # the root module ends last
         self.now = ""  # the group whose module runs
@@ -76,7 +84,8 @@ class Fsdp(Resident):
         with the embeddings if tied. The rest belongs to the root module."""
         if found := LAYER.match(name):
             return found[1]
-        first, last = used[0].weights[0], used[-1].weights
+        name = ADAPTER.sub(".", name)
+        first, last = used[0].weights[0], [ADAPTER.sub(".", one) for one in used[-1].weights]
         is_tied = sum(first in op.weights for op in used) > 1
         if name == first:
             return TAIL if is_tied else EMBEDDINGS
@@ -84,13 +93,18 @@ class Fsdp(Resident):
         if name in last and parts[-2] == "lm_head":
             return TAIL
         is_norm = len(parts) == 3 and ("norm" in parts[1] or parts[1] == "ln_f")
-        return TAIL if is_norm else ROOT
+        # accelerate looks for it in the module called `base_model_prefix`. In peft's model, which has a module `model`
+        # of its own, it finds the norm only if that is another name (fsdp_utils.py, _find_final_norm).
+        is_hidden = len(self.trains) < len(self.elements) and parts[0] == "model"
+        return TAIL if is_norm and not is_hidden else ROOT
+
+    def _held_bytes(self, name: str) -> int:
+        """Trained weights are in fp32 (fsdp2_prepare_model)."""
+        return FP32_BYTES if name in self.trains else self.weights.frozen_each or FP32_BYTES
 
     def hold(self, ledger: Ledger) -> None:
         shapes = {tensor.name: piece(tensor.shape, self.ranks) for tensor in self.weights.tensors}
-        frozen = self.weights.frozen_each or FP32_BYTES
-        each = {name: FP32_BYTES if name in self.trains else frozen for name in shapes}
-        ledger.take(PARAMETERS, sum(math.prod(shape) * each[name] for name, shape in shapes.items()))
+        ledger.take(PARAMETERS, sum(math.prod(shape) * self._held_bytes(name) for name, shape in shapes.items()))
         self.hold_states(ledger, [shapes[name] for name in shapes if name in self.trains])
 
     def before_module(self, ledger: Ledger, module: str) -> None:
@@ -113,11 +127,12 @@ class Fsdp(Resident):
         self._gather(ledger, key)
 
     def _gather(self, ledger: Ledger, key: str) -> None:
-        """All-gathers into one flat tensor, freed after the next gather, and copies the weights out of it."""
+        """All-gathers into one flat tensor, and copies the weights out of it. The tensor is freed only after the next
+        gather's weights are copied out: until then a variable holds it (wait_for_unshard, prev_all_gather_state)."""
         if not self.groups[key].is_here:
             self._ask(ledger, key)
-            self._drop_late(ledger)
             self._copy_out(ledger, key)
+            self._drop_late(ledger)
             self.late = self.groups[key].elements * self.size
 
     def _ask(self, ledger: Ledger, key: str) -> None:
@@ -125,7 +140,7 @@ class Fsdp(Resident):
         if group.is_here or group.is_coming:
             return
         group.is_coming = True
-        own = group.elements // self.ranks * self.size if self.size < FP32_BYTES else 0
+        own = group.cast // self.ranks * self.size
         ledger.take(TEMPORARY, own)
         ledger.take(GATHERED, group.elements * self.size, "gather")
         ledger.give(TEMPORARY, own)
@@ -152,12 +167,13 @@ class Fsdp(Resident):
     def _enter_backward(self, ledger: Ledger, key: str) -> None:
         if not self.now and ROOT in self.groups:
             self._ask_before(ledger, ROOT)
-        if key == self.now or key == ROOT:
-            self.now = self.now or ROOT
+        if key == self.now:
             return
         if self.now and not self.groups[self.now].waits:
             self._reduce(ledger, self.now)
         self.now = key
+        if key == ROOT:
+            return
         if not self.groups[key].is_here:
             self._ask(ledger, key)
             self._copy_out(ledger, key)
@@ -176,9 +192,11 @@ class Fsdp(Resident):
         group.is_reduced = True
         self._release(ledger, key)
         names = [name for name in group.names if name in self.kept]
-        if not self.is_boundary or not names:
+        if not self.is_boundary:
             return
         self._drop_sent(ledger)
+        if not names:
+            return
         self.sent = group.trained * self.size
         ledger.take(BUCKETS, self.sent, "reduce-scatter")
         for name in names:
