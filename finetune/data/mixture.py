@@ -43,7 +43,7 @@ def joined(
     return parts[0] if len(parts) == 1 else Joined(parts, weights, names)
 
 
-def taken_of_each(split: Any, sampler: GlobalBatchSampler, samples: int) -> dict[str, dict[str, int]]:
+def taken_of_each(split: Any, sampler: GlobalBatchSampler, samples: int) -> dict[str, dict[str, Any]]:
     """How many blocks, documents and tokens of each file were in the first `samples` of a run; empty for a single file.
     A document counts where it begins, as one that is cut is in several blocks."""
     split = split.rows if isinstance(split, Numbered) else split
@@ -56,7 +56,7 @@ def taken_of_each(split: Any, sampler: GlobalBatchSampler, samples: int) -> dict
         order = np.fromiter(sampler, dtype=np.int64)[:samples]
         times += np.bincount(order, minlength=len(split))
         samples, epoch = samples - len(order), epoch + 1
-    found = {}
+    found = dict[str, dict[str, Any]]()
     for name, part, own in zip(split.names, split.parts, np.split(times, split.ends[:-1]), strict=True):
         pieces, known = part.blocks, part.tokens.starts[:-1]
         begin = np.searchsorted(known, pieces.starts + pieces.sizes) - np.searchsorted(known, pieces.starts)
@@ -66,15 +66,19 @@ def taken_of_each(split: Any, sampler: GlobalBatchSampler, samples: int) -> dict
     return found
 
 
-def sentence_of_sources(taken: Mapping[str, Mapping[str, int]]) -> str:
+def sentence_of_sources(taken: Mapping[str, Mapping[str, Any]]) -> str:
     """For the model card; empty for a single file."""
     every = sum(one["tokens"] for one in taken.values())
     shown = [
         f"{name} {one['blocks']:,} blocks, {one['documents']:,} documents and {one['tokens']:,} tokens "
-        f"({one['tokens'] / max(every, 1):.1%})"
+        f"({one['tokens'] / max(every, 1):.1%}{_of_loss(one)})"
         for name, one in taken.items()
     ]
     return f"trained on (counting repetitions): {'; '.join(shown)}" if shown else ""
+
+
+def _of_loss(one: Mapping[str, Any]) -> str:
+    return f", mean loss {one['loss']:.4g}" if "loss" in one else ""
 
 
 def note_of_shares(names: Sequence[str], split: Joined, learnt: Mapping[str, int]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
+from finetune.data.numbered import NUMBER
 from finetune.data.packing import IGNORED, REAL_TOKENS
 from finetune.data.sampling import GlobalBatchSampler
 
@@ -47,6 +48,7 @@ class SharedTexts:
     def __call__(self, rows: Any) -> dict[str, torch.Tensor]:
         batch = dict(self.collate(rows))
         mask, real = batch.pop("attention_mask", None), batch.pop(REAL_TOKENS, None)
+        numbers = {NUMBER: batch.pop(NUMBER)} if NUMBER in batch else {}  # of rows
         ids = batch["input_ids"]
         if real is None:
             real = torch.tensor([ids.numel()]) if mask is None else mask.sum()
@@ -60,4 +62,5 @@ class SharedTexts:
         part = slice(self.rank * share, (self.rank + 1) * share)
         shared = {name: value[:, part].contiguous() for name, value in batch.items()}
         shared[REAL_TOKENS] = real.sum().reshape(1) * (self.rank == 0)
+        shared |= numbers
         return shared if documents is None else {**shared, WHOLE_POSITIONS: documents}

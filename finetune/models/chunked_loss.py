@@ -45,6 +45,8 @@ class LossHead(nn.Linear):
     chunk_tokens: int
     targets: torch.Tensor | None = None  # (B, T): the token that follows each position
     items: Any = None  # divides the summed loss; None for the number of targets
+    keeps_losses = False  # put the loss of each token (B x T,) in `losses` in each forward pass of training
+    losses: torch.Tensor | None = None
     by_token = False  # always return the figures of each token; gradients flow through them
     lesson: Any = None  # a distillation loss: a function of rows, weight, bias, targets, items and chunk_tokens
 
@@ -63,15 +65,20 @@ class LossHead(nn.Linear):
         if self.lesson is not None:
             given: torch.Tensor = self.lesson(rows, weight, bias, targets, self.items, self.chunk_tokens)
             return given
+        # In bf16 the sum itself is bf16 and off by up to 2% (torch 2.13, linear_cross_entropy.py, where output_dtype
+        # is chosen), so request unreduced losses and sum them in fp32. For fp32 inputs that would only cost time.
+        half = rows.dtype in (torch.bfloat16, torch.float16)
+        items = (targets != IGNORED).sum() if self.items is None else self.items
+        divisor = items.clamp(min=1) if isinstance(items, torch.Tensor) else max(items, 1)
+        if self.keeps_losses and not half:
+            total, self.losses = _SumAndLosses.apply(rows, weight, bias, targets, self.chunk_tokens)
+            return total / divisor
         options = nn.LinearCrossEntropyOptions(
             batch_chunk_size=self.chunk_tokens,
             chunking_method=None,
             acc_policy="compact",  # fastest and smallest in bf16, with gradients as close to fp32 as the others'
             allow_retain_graph=torch.compiler.is_compiling(),  # without it a warning breaks the compiled graph
         )
-        # In bf16 the sum itself is bf16 and off by up to 2% (torch 2.13, linear_cross_entropy.py, where output_dtype
-        # is chosen), so request unreduced losses and sum them in fp32. For fp32 inputs that would only cost time.
-        half = rows.dtype in (torch.bfloat16, torch.float16)
         losses = nn.functional.linear_cross_entropy(
             rows,
             weight,
@@ -81,9 +88,9 @@ class LossHead(nn.Linear):
             ignore_index=IGNORED,
             options=options,
         )
-        total = losses.float().sum()
-        items = (targets != IGNORED).sum() if self.items is None else self.items
-        return total / (items.clamp(min=1) if isinstance(items, torch.Tensor) else max(items, 1))
+        if self.keeps_losses:
+            self.losses = losses.detach()
+        return losses.float().sum() / divisor
 
     def _row_sums(self, rows: Any, weight: Any, bias: Any, targets: Any) -> torch.Tensor:
         """For evaluation: the loss, correct predictions and targets of each row of the batch, (B, 3)."""
@@ -103,6 +110,43 @@ class LossHead(nn.Linear):
             parts.append(checkpoint(_figures, rows[some], weight, bias, targets[some], use_reentrant=False))
         figures = rows.new_zeros(len(targets), 3, dtype=torch.float32)
         return figures.index_copy(0, learnt, torch.cat(parts)).reshape(*self.targets.shape, 3)
+
+
+class _SumAndLosses(torch.autograd.Function):
+    """The sum of the losses of `rows` (N, hidden size), and each loss (N,), 0 where there is no target. Gradients are
+    computed in the forward pass, a chunk at a time, as by torch's own operator for a sum, which does not return the
+    losses; the one that returns them computes all logits twice."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, chunk: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        given = (rows, weight, bias)
+        made = [torch.zeros_like(x) if w else None for x, w in zip(given, ctx.needs_input_grad, strict=False)]
+        of_rows, of_weight, of_bias = made
+        losses = rows.new_zeros(len(rows))
+        for start in range(0, len(rows), chunk):
+            some = slice(start, start + chunk)
+            ignored = targets[some] == IGNORED
+            wanted = targets[some].clamp(min=0)[:, None]
+            logits = nn.functional.linear(rows[some], weight, bias)
+            logits -= logits.logsumexp(-1, keepdim=True)
+            losses[some] = -logits.gather(1, wanted)[:, 0].masked_fill(ignored, 0.0)
+            excess = logits.exp_().scatter_add_(1, wanted, -torch.ones_like(wanted, dtype=logits.dtype))
+            excess.masked_fill_(ignored[:, None], 0.0)
+            if of_rows is not None:
+                of_rows[some] = excess @ weight
+            if of_weight is not None:
+                of_weight.addmm_(excess.T, rows[some])
+            if of_bias is not None:
+                of_bias += excess.sum(0)
+        ctx.save_for_backward(*made)
+        ctx.mark_non_differentiable(losses)
+        return losses.sum(), losses
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return (*(None if one is None else one * upstream[0] for one in ctx.saved_tensors), None, None)
 
 
 def _figures(rows: torch.Tensor, weight: Any, bias: Any, targets: torch.Tensor) -> torch.Tensor:
@@ -155,6 +199,11 @@ def refusal(model: Any, changes: Mapping[str, Any] | None = None) -> str | None:
     if not math.isclose(plain, chunked, rel_tol=1e-4):
         return f"{name} does more for its loss than a linear head does ({plain:.4g} against {chunked:.4g} in chunks)"
     return None
+
+
+def loss_head(model: Any) -> LossHead | None:
+    """The head that `use_chunked_loss` gave the model, if it did."""
+    return next((module for module in model.modules() if isinstance(module, LossHead)), None)
 
 
 def use_chunked_loss(model: Any, chunk_tokens: int, by_token: bool = False) -> None:

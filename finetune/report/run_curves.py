@@ -32,6 +32,7 @@ NOT_DRAWN = set(
     "comm_share_of_fp32".split()
 )
 MOST_PANELS = 14
+OF_FILE, COUNT_OF_FILE = "loss_", "learnt_tokens_"  # before a file's name: its training loss, and over how many tokens
 
 
 def curves_of(runs: Sequence[RunFolder]) -> Curves | None:
@@ -39,7 +40,12 @@ def curves_of(runs: Sequence[RunFolder]) -> Curves | None:
     drawn = [run for run in runs if run.logged]
     if not drawn:
         return None
-    panels = tuple(panel for key in _keys(drawn) if (panel := _panel(drawn, key)) is not None)[:MOST_PANELS]
+    files = _files(drawn[0]) if len(drawn) == 1 else []
+    keys = [key for key in _keys(drawn) if key.removeprefix(OF_FILE) not in files]
+    found = [panel for key in keys if (panel := _panel(drawn, key)) is not None]
+    if files:
+        found.insert(1, _panel_of_files(drawn[0], files))
+    panels = tuple(found[:MOST_PANELS])
     if not panels:
         return None
     axes = [axis for axis in panels[0].axes if all(axis in panel.axes for panel in panels)]
@@ -60,7 +66,8 @@ def _keys(runs: Iterable[RunFolder]) -> list[str]:
     """The keys to draw: the loss, evaluation metrics, learning rate and gradient norm, speed, the rest."""
     seen = {
         key: None for run in runs for row in run.logged
-        for key, value in row.items() if key not in NOT_DRAWN and as_number(value) is not None
+        for key, value in row.items()
+        if key not in NOT_DRAWN and not key.startswith(COUNT_OF_FILE) and as_number(value) is not None
     }  # fmt: skip
     if any(as_number(row.get("eval_loss")) is not None for run in runs for row in run.logged):
         seen[LOSS] = None  # a short run may be evaluated before it logs a training loss
@@ -85,6 +92,18 @@ def _panel(runs: Sequence[RunFolder], key: str) -> Panel | None:
     title = TITLES.get(key) or spelled(key.removeprefix("eval_")).capitalize()
     title += " of the evaluation" if key.startswith("eval_") else ""
     return Panel(title, tuple(curves), key == LOSS and len(runs) == 1, key == LOSS) if curves else None
+
+
+def _files(run: RunFolder) -> list[str]:
+    """The files of a mixture whose training losses are logged."""
+    keys = dict.fromkeys(key for row in run.logged for key, value in row.items() if as_number(value) is not None)
+    names = [key.removeprefix(OF_FILE) for key in keys if key.startswith(OF_FILE)]
+    return [name for name in names if f"{COUNT_OF_FILE}{name}" in keys]
+
+
+def _panel_of_files(run: RunFolder, files: Sequence[str]) -> Panel:
+    curves = (_curve(run, f"{OF_FILE}{name}", name, index, dashed=False) for index, name in enumerate(files))
+    return Panel("Training loss by file", tuple(filter(None, curves)), keyed=True)
 
 
 def _curve(run: RunFolder, key: str, name: str, index: int, dashed: bool) -> Curve | None:

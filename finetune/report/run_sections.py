@@ -38,6 +38,7 @@ def run_sections(runs: Sequence[RunFolder]) -> list[Section]:
     sections = [
         Section("Runs" if len(runs) > 1 else "The run", tuple(_overview(runs))),
         Section("Curves", (Block("curves", curves),) if curves else (Block("muted", "Nothing has been logged yet."),)),
+        Section("Training files", _of_each(runs, _files)),
         Section("Speed and memory", tuple(_cost(runs, plans))),
         Section("Confusion matrix", _of_each(runs, _confusion)),
         Section("Experts", _of_each(runs, _experts)),
@@ -158,6 +159,21 @@ def _planned_words(pairs: Sequence[tuple[RunFolder, Plan]]) -> str:
         "machine of that kind may be faster or slower. Planned bytes are those of tensors; a CPU run measures the "
         "process with its libraries, so there is no ratio of the two."
     )
+
+
+def _files(run: RunFolder) -> list[Block]:
+    """What each file of a mixture contributed, and its losses."""
+    found = {name: as_dict(one) for name, one in as_dict(run.results.get("sources")).items()}
+    every = sum(as_number(one.get("tokens")) or 0.0 for one in found.values())
+    rows = []
+    for name, one in found.items():
+        tokens, held_out = as_number(one.get("tokens")), run.results.get(f"eval_{name}_loss")
+        share = "" if tokens is None or not every else f"{tokens / every:.1%}"
+        counts = (said(one.get(key)) for key in ("blocks", "documents", "tokens"))
+        rows.append((name, *counts, share, number(as_number(one.get("loss"))), number(as_number(held_out))))
+    columns = ("file", "blocks", "documents", "tokens", "share", "training loss", "eval loss")
+    words = "Blocks, documents and tokens count repetitions. The training loss is the mean over the whole run."
+    return [Block("table", Table("Training files", columns, tuple(rows))), Block("muted", words)] if rows else []
 
 
 def _confusion(run: RunFolder) -> list[Block]:

@@ -10,8 +10,9 @@ from typing import Any
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
-from finetune.data.mixture import taken_of_each
+from finetune.data.mixture import Joined, taken_of_each
 from finetune.data.numbered import Numbered, NumberedCollator
+from finetune.models.chunked_loss import loss_head
 from finetune.models.pipeline import PipelineModel
 from finetune.run.flags.common import RunArguments
 from finetune.run.flags.compression import CompressionArguments
@@ -35,6 +36,7 @@ from finetune.training.run_folder import (
     write_records,
 )
 from finetune.training.same_run import settle_identity, write_run_record
+from finetune.training.source_losses import SourceLosses
 from finetune.training.start import Session
 from finetune.training.summary import print_summary
 from finetune.training.trainer import FinetuneTrainer
@@ -66,8 +68,11 @@ def trainer_of(
     """The Trainer over `data`, which has the attributes of `Data`. Build the model after `start`, so that ZeRO-3 can
     shard it while it is built."""
     identity = settle_identity(session, model.config, data) if session.training.do_train else None
-    train, collator = data.splits.get("train"), data.collator
-    if teacher is not None and teacher.kept is not None:
+    train, collator, sources = data.splits.get("train"), data.collator, None
+    # A teacher's divergence is part of the loss, and Liger's fused loss gives no losses of tokens.
+    if isinstance(train, Joined) and teacher is None and not session.training.use_liger_kernel:
+        sources = SourceLosses(train.names, train.ends, loss_head(model))
+    if sources is not None or (teacher is not None and teacher.kept is not None):
         train, collator = Numbered(train), NumberedCollator(collator)
     trainer = kind(
         model=model,
@@ -86,7 +91,7 @@ def trainer_of(
         sequence_parallel_size=session.run.sequence_parallel_size,
     )
     show_numbers(trainer)
-    trainer.identity, trainer.teacher = identity, teacher
+    trainer.identity, trainer.teacher, trainer.running_loss.sources = identity, teacher, sources
     return trainer
 
 
@@ -196,6 +201,8 @@ def _train(session: Session, trainer: Closing, samples: Mapping[str, int]) -> Tr
     sources = taken_of_each(
         trainer.train_dataset, trainer.sampler, trainer.state.global_step * trainer.global_batch_size
     )
+    for name, means in trainer.running_loss.of_sources.items():
+        sources[name] |= means
     found = {**trained.metrics, **peaks, **({"sources": sources} if sources else {})}
     trainer.save_metrics("train", {**found, **_count(samples, "train", "train_samples")})
     trainer.save_model()

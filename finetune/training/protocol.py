@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from finetune.training.checkpoints.identity import Identity
+from finetune.training.running_loss import RunningLoss
 
 
 class Closing(Protocol):
@@ -20,6 +21,7 @@ class Closing(Protocol):
     train_dataset: Any
     sampler: Any  # the order of training samples; None for a stream
     global_batch_size: int
+    running_loss: RunningLoss
 
     def watched(self) -> AbstractContextManager[Any]:
         """Around a whole run: if a rank's process is killed, the run ends with a message."""

@@ -20,71 +20,12 @@ from transformers.trainer_utils import IntervalStrategy
 from finetune.data.image_samples import Pictures
 from finetune.data.sampling import GlobalBatchSampler
 from finetune.training.reshard.portable import settings_of
+from finetune.training.running_loss import RunningLoss
 
 # Settings of an optimizer's groups that come from flags that may change; learning rates follow from the schedule. The
 # others belong to the optimizer and may be state, such as `setup` in torch-optimi (optimi/stableadamw.py), which
 # restarts its step count if it is False.
 FROM_FLAGS = ("betas", "beta1", "beta2", "eps", "weight_decay")
-
-
-class RunningLoss(TrainerCallback, ExportableState):
-    """Keeps the losses since the last log, and those logged before, in each checkpoint's trainer_state.json.
-
-    The Trainer loses both (transformers 5.23, Trainer._inner_training_loop sets them to 0): the first loss that a
-    resumed run logs would omit the steps before the interruption, and `train_loss` would omit all earlier steps. The
-    Trainer's sums are private, so they are repeated here, bit for bit as it adds them (Trainer._run_epoch).
-    """
-
-    def __init__(self) -> None:
-        self.sums: list[float] = []  # each rank's sum since the last log, as of the last checkpoint
-        self.logged_step = -1  # the step of the last log; -1 if nothing was restored
-        self.total = 0.0  # the sum up to that step
-        self.first_step = 0  # the step after which counting began
-        self.now = torch.zeros(())  # this rank's sum since the last log, on its device
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """By now the Trainer knows its first step, and a checkpoint's values have been restored."""
-        step, kept = state.global_step, 0.0
-        if step and 0 <= self.logged_step <= step:
-            kept, self.first_step = self.of_rank(args.process_index, args.world_size), 0
-        else:
-            self.total, self.first_step, self.logged_step = 0.0, step, step
-        self.now = torch.tensor(kept, dtype=torch.float32, device=args.device)
-
-    def add(self, loss: torch.Tensor, step: int, filters: bool) -> None:
-        """Add a micro-batch's loss; with `filters`, one that is not finite is replaced by the mean of those before."""
-        if filters:
-            loss = torch.where(torch.isfinite(loss), loss, self.now / (1 + step - self.logged_step))
-        self.now = self.now + loss
-
-    def window(self, step: int, gather: Any) -> float:
-        """The mean loss of the steps since the last log, over all ranks. All ranks must call it."""
-        losses = float(self._of_ranks(gather).mean())
-        mean = losses / max(step - self.logged_step, 1)
-        self.total, self.now, self.logged_step = self.total + losses, torch.zeros_like(self.now), step
-        return mean
-
-    def mean(self, step: int, gather: Any) -> float:
-        """The mean loss of all steps, including those of earlier launches. All ranks must call it."""
-        return (self.total + float(self._of_ranks(gather).mean())) / max(step - self.first_step, 1)
-
-    def note(self, gather: Any) -> None:
-        """Record the sums for a checkpoint. All ranks must call it."""
-        self.sums = self._of_ranks(gather).tolist()
-
-    def _of_ranks(self, gather: Any) -> torch.Tensor:
-        found: torch.Tensor = gather(self.now.reshape(1))
-        return found
-
-    def state(self) -> dict[str, Any]:
-        kept = {"sums": self.sums, "logged_step": self.logged_step, "total": self.total}
-        return {"args": {}, "attributes": kept}
-
-    def of_rank(self, rank: int, world_size: int) -> float:
-        """This rank's sum; if the world size has changed, the mean over ranks, which gives the same logged loss."""
-        if len(self.sums) == world_size:
-            return self.sums[rank]
-        return sum(self.sums) / max(len(self.sums), 1)
 
 
 class GoOn(TrainerCallback):

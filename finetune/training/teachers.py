@@ -21,7 +21,7 @@ from finetune.data import digests
 from finetune.data.cache import cache_home, cache_key
 from finetune.data.tokenizer import rows_of
 from finetune.errors import RequestError
-from finetune.models.chunked_loss import LossHead, refusal
+from finetune.models.chunked_loss import loss_head, refusal
 from finetune.models.classifier import trained_labels
 from finetune.models.document_mask import check_document_mask
 from finetune.models.source import Kept, from_pretrained, load_weights, positions_of, refuse_without_weights
@@ -81,7 +81,7 @@ def language_teacher(session: Session, source: Any, data: Any, student: Any) -> 
     config = _config(session, arguments, data.tokenizer, source.block_size)
     attention = arguments.attn_implementation
     chosen = {"attn_implementation": attention} if attention else {}
-    head = next((module for module in student.modules() if isinstance(module, LossHead)), None)
+    head = loss_head(student)
 
     def opened() -> Teacher:
         model = _opened(session, AutoModelForCausalLM, config, arguments, **chosen)

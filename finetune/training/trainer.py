@@ -42,7 +42,8 @@ from finetune.training.guards.trainer_adapter import TrainerSuspect
 from finetune.training.interruption import StopOnSignal, close_trackers, deaf_to_sigterm
 from finetune.training.loss import settle_trainer
 from finetune.training.reshard.resuming import Reshard
-from finetune.training.resuming import Epochs, GoOn, OwnSettings, RunningLoss, SavesLast
+from finetune.training.resuming import Epochs, GoOn, OwnSettings, SavesLast
+from finetune.training.running_loss import RunningLoss
 from finetune.training.saving import SavingMixin, check_push
 from finetune.training.schedules import OURS, make_schedule
 from finetune.training.sequence_parallel import SequenceParallel
@@ -216,7 +217,8 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         self.sequence.begin(inputs, self.model)
-        model = self.teacher.beside(model) if self.teacher else model
+        beside = self.teacher or self.running_loss.sources
+        model = beside.beside(model) if beside else model
         given = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return poisoned(given) if self.suspect and not return_outputs and torch.is_grad_enabled() else given
 
@@ -261,6 +263,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         it sums over ranks. Changes `logs` in place, because the Trainer returns the closing one from `train`."""
         if "loss" in logs:
             logs["loss"] = self.running_loss.window(self.state.global_step, self.accelerator.gather)
+            logs.update(self.running_loss.window_of_sources(self.accelerator.gather))
             logs.update(self.speed.window(self._sum_over_ranks))
             logs.update(self.teacher.window(self._sum_over_ranks) if self.teacher else {})
             logs.update(self.comm_hook.figures("window") if self.comm_hook else {})

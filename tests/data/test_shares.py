@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from finetune.data.numbered import NUMBER, NumberedCollator
 from finetune.data.packing import IGNORED, REAL_TOKENS, Collator
 from finetune.data.sampling import GlobalBatchSampler
 from finetune.data.shares import WHOLE_POSITIONS, SharedRows, SharedTexts
@@ -59,3 +60,9 @@ def test_documents_keep_their_positions_and_all_of_them_are_known_for_the_mask()
         [0, 0, 0, 1, 1, 0],
         [0, 0, 0, 0, 0, 1],
     ]
+
+
+def test_each_part_has_the_numbers_of_its_rows() -> None:
+    rows = [{**block(5), NUMBER: 7}, {**block(3), NUMBER: 2}]
+    parts = [SharedTexts(NumberedCollator(Collator(0)), 2, rank)(rows) for rank in range(2)]
+    assert [part[NUMBER].tolist() for part in parts] == [[7, 2], [7, 2]]

@@ -279,6 +279,34 @@ def test_bytes_that_a_comm_hook_sends_are_a_curve(tmp_path: Path) -> None:
     assert not [title for title in titles if "fp32" in title]
 
 
+def test_the_files_of_a_mixture_have_a_table_and_their_losses_a_common_panel(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    of_files = {"loss_chats": 2.5, "learnt_tokens_chats": 300, "loss_code": 1.25, "learnt_tokens_code": 100}
+    rows = [row | of_files | {"loss_scale": 8.0} if "loss" in row else row for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    results = json.loads((folder / "all_results.json").read_text())
+    sources = {"chats": {"blocks": 70, "documents": 210, "tokens": 6000, "loss": 1.75, "learnt_tokens": 5000},
+               "code": {"blocks": 30, "documents": 40, "tokens": 2000}}  # fmt: skip
+    (folder / "all_results.json").write_text(json.dumps({**results, "sources": sources, "eval_chats_loss": 1.875}))
+    curves = curves_of([read_run(folder, "run")])
+    assert curves is not None
+    (panel,) = (one for one in curves.panels if one.title == "Training loss by file")
+    assert [(curve.name, curve.points["step"][0]) for curve in panel.curves] == [
+        ("chats", (1, 2.5)),
+        ("code", (1, 1.25)),
+    ]
+    others = [one.title for one in curves.panels if one is not panel]
+    assert "Loss scale" in others
+    assert not [title for title in others if "chats" in title or "tokens code" in title]
+    page, _, _ = page_of([folder], tmp_path)
+    for words in ("Training files", "75.0%", "1.75", "1.875", "6,000"):
+        assert words in page.text, words
+    both = curves_of([read_run(folder, "one"), read_run(folder, "other")])
+    assert both is not None
+    assert {"Loss chats", "Loss code"} <= {panel.title for panel in both.panels}
+
+
 def test_a_run_that_logged_only_losses_of_evaluation_shows_them_dashed(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
     (folder / "metrics.jsonl").write_text('{"step": 2, "eval_loss": 1.5}\n{"step": 4, "eval_loss": 1.2}\n')

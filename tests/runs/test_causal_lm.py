@@ -139,11 +139,19 @@ def test_a_run_goes_on_inside_its_second_epoch_as_if_never_cut(
         assert again.column(name) == pytest.approx(column, rel=1e-5)
 
 
-def test_a_mixture_trains_alike_on_two_ranks_and_goes_on_inside_a_later_epoch_as_if_never_cut(tmp_path: Path) -> None:
+def mixed(folder: Path) -> list[str]:
+    """Two files of documents of uneven lengths, with weights."""
     for name, word, rows in (("a", "the cat sat on ", 40), ("b", "in 7 + 5 = ", 12)):
         lines = (json.dumps({"text": f"{word * (i % 3 + 1)}{i}"}) + "\n" for i in range(rows))
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-    words = [f"{tmp_path}/a.jsonl:0.3", f"{tmp_path}/b.jsonl:0.7"]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    return [f"{folder}/a.jsonl:0.3", f"{folder}/b.jsonl:0.7"]
+
+
+BY_FILE = ("loss_a", "loss_b", "learnt_tokens_a", "learnt_tokens_b")
+
+
+def test_a_mixture_trains_alike_on_two_ranks_and_goes_on_inside_a_later_epoch_as_if_never_cut(tmp_path: Path) -> None:
+    words = mixed(tmp_path)
     values = {"train_file": words, "packing": "none", "tokenizer": "byte", "save_strategy": "steps", "save_steps": 7}
     values |= {"max_steps": 9}  # an epoch has 6 steps
     truth = train("python", tmp_path / "truth", {**values, "per_device_train_batch_size": GLOBAL_BATCH})
@@ -161,20 +169,83 @@ def test_a_mixture_trains_alike_on_two_ranks_and_goes_on_inside_a_later_epoch_as
     run = train("torchrun", tmp_path / "run", values, ranks=2)
     for name in ("eval_a_loss", "eval_b_loss"):
         assert run.json("eval_results.json")[name] == pytest.approx(found[name], rel=1e-3)
-    for name in ("loss", "grad_norm"):
+    for name in ("loss", "grad_norm", *BY_FILE):
         assert run.column(name) == pytest.approx(truth.column(name), rel=1e-3)
-    wanted = run.column("loss")
+    assert_files_make_the_loss(truth)
+    assert_files_make_the_loss(run)
+    wanted = {name: run.column(name) for name in ("loss", *BY_FILE)}
+    of_files = run.json("train_results.json")["sources"]
     shutil.rmtree(run.folder / "checkpoint-9")
     (run.folder / "README.md").unlink()
     again = train("torchrun", run.folder, {**values, "resume": "auto"}, ranks=2)
     assert "going on from checkpoint-7" in again.output
-    assert again.column("loss")[-2:] == pytest.approx(wanted[-2:], rel=1e-6)
-    assert again.json("train_results.json")["sources"] == run.json("train_results.json")["sources"] == gave
+    for name, column in wanted.items():
+        assert again.column(name)[-2:] == pytest.approx(column[-2:], rel=1e-6)
+    for name, one in again.json("train_results.json")["sources"].items():
+        assert one == pytest.approx(of_files[name], rel=1e-6)
+        assert one == pytest.approx(gave[name], rel=1e-3)
     other = {**values, "train_file": [words[0], words[1].replace("0.7", "0.6")], "resume": "auto"}
     shutil.rmtree(run.folder / "checkpoint-9")
     refused = train("torchrun", run.folder, other, ranks=2, check=False)
     assert refused.status, "torchrun makes 1 of it"
     assert "train rows are not those of checkpoint-7" in refused.errors[0]
+
+
+def assert_files_make_the_loss(run: Finished) -> None:
+    """Weighted by their learnt tokens, the losses of a step's files are its loss."""
+    sums = [[0.0, 0.0], [0.0, 0.0]]
+    for row in run.steps:
+        parts = [(row[f"loss_{name}"], row[f"learnt_tokens_{name}"]) for name in "ab"]
+        made = sum(loss * tokens for loss, tokens in parts) / sum(tokens for _, tokens in parts)
+        assert made == pytest.approx(row["loss"], rel=1e-6)
+        sums = [[nats + loss * n, count + n] for (nats, count), (loss, n) in zip(sums, parts, strict=True)]
+    for name, (nats, count) in zip("ab", sums, strict=True):
+        whole = run.json("train_results.json")["sources"][name]
+        assert whole["learnt_tokens"] == count
+        assert whole["loss"] == pytest.approx(nats / count, rel=1e-6)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("how", "launcher", "flags"),
+    [
+        ("zero0", "torchrun", {}),
+        ("zero2", "torchrun", {"loss_chunk_tokens": 16}),
+        ("zero3", "deepspeed", {"loss_chunk_tokens": 16, "gradient_checkpointing": True}),
+        ("zero3_offload", "torchrun", {}),
+        ("fsdp", "torchrun", {"loss_chunk_tokens": 16}),
+        ("fsdp", "torchrun", {}),
+        ("zero2", "torchrun", {"sequence_parallel_size": 2, "per_device_train_batch_size": 4}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
+)
+@pytest.mark.parametrize("packing", ["none", "bfd"])
+def test_each_file_s_loss_is_the_same_everywhere(
+    packing: str, how: str, launcher: str, flags: dict[str, Any], tmp_path: Path
+) -> None:
+    values = {"train_file": mixed(tmp_path), "packing": packing, "tokenizer": "byte", "document_mask": packing == "bfd"}
+    truth = train("python", tmp_path / "truth", {**values, "per_device_train_batch_size": GLOBAL_BATCH})
+    assert_files_make_the_loss(truth)
+    values |= {**engine(how), "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **flags}
+    run = train(launcher, tmp_path / "run", values, ranks=2)
+    assert_files_make_the_loss(run)
+    for name in BY_FILE:
+        assert run.column(name) == pytest.approx(truth.column(name), rel=1e-3)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("config", ["none", "zero3", "fsdp"])
+def test_each_file_s_loss_is_the_same_everywhere_with_an_adapter(config: str, base: Path, tmp_path: Path) -> None:
+    values = {**LORA, "train_file": mixed(tmp_path), "packing": "none", "model_name_or_path": base}
+    truth = train("python", tmp_path / "truth", {**values, "per_device_train_batch_size": GLOBAL_BATCH})
+    values |= {**engine(config), "per_device_train_batch_size": 4, "loss_chunk_tokens": 16, "logging_steps": 2}
+    run = train("torchrun", tmp_path / "run", values, ranks=2)
+    for name in "ab":
+        pairs = list(zip(truth.column(f"loss_{name}"), truth.column(f"learnt_tokens_{name}"), strict=True))
+        for row, (one, other) in zip(run.steps, zip(pairs[::2], pairs[1::2], strict=True), strict=True):
+            assert row[f"learnt_tokens_{name}"] == one[1] + other[1]
+            loss = (one[0] * one[1] + other[0] * other[1]) / (one[1] + other[1])
+            assert row[f"loss_{name}"] == pytest.approx(loss, rel=1e-3)
 
 
 def test_checkpointing_changes_no_gradient_not_even_with_dropout(uneven: dict[str, Any], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.manifest import CHECKPOINT
 
 MOST = 2**63  # a streamed data set has about this many epochs
+SUMS = 4  # of each source of a mixture (finetune.training.source_losses)
 MOST_ROWS = 100_000  # rows of log_history; our runs keep far fewer (training/run_folder.py)
 
 
@@ -30,6 +31,11 @@ def _is_number(value: Any, least: float = -math.inf) -> bool:
 def _is_amount(value: Any) -> bool:
     """Any size is valid: a large model's floating-point operations exceed 2**63 in a day."""
     return _is_number(value) and math.isfinite(value) and value >= 0
+
+
+def _is_sums(value: Any) -> bool:
+    lists = value.values() if isinstance(value, dict) else [None]
+    return all(isinstance(one, list) and len(one) == SUMS and {*map(type, one)} == {float} for one in lists)
 
 
 Rule = tuple[Callable[[Any], bool], str]
@@ -54,6 +60,7 @@ KEPT = "epoch best_global_step log_history stateful_callbacks".split()
 OF_CALLBACKS: dict[str, Rule] = {
     "sums": (lambda value: isinstance(value, list) and all(map(_is_number, value)), "a list of numbers"),
     "total": (_is_number, "a number"),
+    "kept_of_sources": (_is_sums, f"an object of lists of {SUMS} numbers"),
     "early_stopping_patience_counter": (lambda value: _is_number(value, 0), "a number from 0 on"),
 }
 

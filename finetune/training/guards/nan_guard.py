@@ -48,7 +48,6 @@ class Suspect:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.window: list[dict[str, Any]] = []
-        self.loss_before: Any = 0.0  # summed over the steps since the last log
         self.bad_norm = False
 
     @property
@@ -105,7 +104,7 @@ class Suspect:
 
     def forget_loss(self) -> None:
         """Drop this step's loss: the log shows the mean over the steps that were taken."""
-        self.trainer.running_loss.now = self.loss_before
+        self.trainer.running_loss.forget_step()
 
     def advance_schedule(self) -> None:
         """Advance the learning rate schedule as a normal step would, unless the engine has."""

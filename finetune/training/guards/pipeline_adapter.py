@@ -27,7 +27,8 @@ class PipelineSuspect(Suspect):
         return self.trainer.engine
 
     def begin(self, window: list[dict[str, Any]]) -> None:
-        self.window, self.loss_before, self.bad_norm = window, self.trainer.running_loss.now, False
+        self.window, self.bad_norm = window, False
+        self.trainer.running_loss.begin_step()
 
     def saw(self, norm: Any) -> bool:
         """One stage's gradients may be finite when another's are not."""

@@ -42,7 +42,7 @@ class TrainerSuspect(Suspect):
         """Take a step's micro-batches, and the number of items in them by which the loss is divided."""
         self.window, self.items, self.bad_norm = window, items, False
         self.losses: list[torch.Tensor] = []
-        self.loss_before = self.trainer.running_loss.now
+        self.trainer.running_loss.begin_step()
         self.statistics = [(module, name, getattr(module, name).clone()) for module, name in self.running]
 
     def losses_are_finite(self) -> bool:

@@ -42,7 +42,8 @@ from finetune.training.pipeline.resuming import alike, load_best, resume, save_c
 from finetune.training.pipeline.stages import Cut, build_module
 from finetune.training.pipeline.trace import Recorder, note_schedule
 from finetune.training.progress import display
-from finetune.training.resuming import RunningLoss, SavesLast, ended_early
+from finetune.training.resuming import SavesLast, ended_early
+from finetune.training.running_loss import RunningLoss
 from finetune.training.speed import SpeedMeter, peak_memory_bytes, wall_clock
 from finetune.training.watch import watching
 

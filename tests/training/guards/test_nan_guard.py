@@ -25,6 +25,7 @@ from finetune.training.guards.nan_guard import MOST_SHOWN, Finding, NanGuard, Su
 from finetune.training.guards.replay import groups_in, read_batches, replay, write_batch, write_report
 from finetune.training.guards.trainer_adapter import TrainerSuspect
 from finetune.training.guards.verdict import Heartbeat, Position, judge
+from finetune.training.running_loss import RunningLoss
 
 NAN, INF = float("nan"), float("inf")
 
@@ -421,7 +422,7 @@ class WalkCounted(nn.Sequential):
 
 def test_a_step_keeps_running_statistics_without_a_walk_over_the_model() -> None:
     model = WalkCounted(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    loop: Any = SimpleNamespace(model=model, clips_itself=True, running_loss=SimpleNamespace(now=0.0))
+    loop: Any = SimpleNamespace(model=model, clips_itself=True, running_loss=RunningLoss())
     suspect = TrainerSuspect(loop)
     suspect.prepare()
     walks = model.walks
