@@ -20,6 +20,8 @@ import finetune.models.gptlite
 import finetune.models.mlp  # noqa: F401 - they register their models
 from finetune.models.adapters import with_adapter
 from finetune.plan.families.parts import CAUSAL, CLASSES, MASKED, SEQ2SEQ, SPANS, TAGS
+from finetune.plan.model import head_of_class
+from finetune.run.choose import recipes
 from finetune.run.flags.adapter import AdapterArguments
 
 AUTO = {
@@ -29,14 +31,6 @@ AUTO = {
     SEQ2SEQ: AutoModelForSeq2SeqLM,
     TAGS: AutoModelForTokenClassification,
     SPANS: AutoModelForQuestionAnswering,
-}
-
-PEFT_TASKS = {
-    CAUSAL: "CAUSAL_LM",
-    CLASSES: "SEQ_CLS",
-    SEQ2SEQ: "SEQ_2_SEQ_LM",
-    TAGS: "TOKEN_CLS",
-    SPANS: "QUESTION_ANS",
 }
 
 
@@ -56,7 +50,8 @@ def build_adapted(values: dict[str, Any], head: str, attention: str, adapter: st
         return (base := build(values, head, attention)), base
     arguments = AdapterArguments(use_peft=True, **json.loads(adapter))
     base = build(values, head, attention, getattr(torch, arguments.dtype))
-    return base, with_adapter(base, arguments, None, PEFT_TASKS[head])
+    task = next(one.task.adapter for one in recipes().values() if head_of_class(one.task.auto) == head)
+    return base, with_adapter(base, arguments, None, task)
 
 
 def samples(config: dict[str, Any], head: str, tokens: int, for_pipeline: bool = False) -> dict[str, torch.Tensor]:
