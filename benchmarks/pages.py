@@ -26,6 +26,7 @@ import check_truth
 import comm_hooks_page
 import defaults
 import durability_page
+import elastic
 import faults_changed
 import generate
 import gpu
@@ -72,6 +73,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "comm_hooks": _of("comm_hooks", comm_hooks_page.page),
     "defaults": lambda: defaults.page(_lines("defaults.jsonl")),
     "durability": durability_page.page,
+    "elastic": _of("elastic", elastic.page),
     "faults_changed": lambda: faults_changed.page(_lines("faults_changed.jsonl")),
     "generate": _of("generate", generate.page),
     "identity_cost": _of("identity_cost", identity_cost.page),

@@ -71,6 +71,8 @@ def parser() -> argparse.ArgumentParser:
     launches = "print the command that starts a recipe on this machine or cluster"
     _launch_options(commands.add_parser("launch", help=launches))
     _launch_options(commands.add_parser("train", help="run what `launch` prints, if it is one line"))
+    supervises = "run a launcher's command, and again after each failure from which the run can continue"
+    _supervise_options(commands.add_parser("supervise", help=supervises))
     _recipe_options(commands.add_parser("recipe", help="list, show and copy the recipes and their files"))
     return whole
 
@@ -123,6 +125,14 @@ def _launch_options(command: argparse.ArgumentParser) -> None:
     add("--image", metavar="NAME", help="run in a container of this image")
     add("recipe", metavar="RECIPE", help="such as causal_lm (`finetune recipe list`), or a path")
     add("flags", nargs=argparse.REMAINDER, metavar="...", help="the recipe's own flags")
+
+
+def _supervise_options(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--max_restarts", type=int, default=5, metavar="N", help="restarts in a row that may bring no new checkpoint "
+        "(default 5)")  # fmt: skip
+    add("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="such as `-- torchrun --nnodes 1:4 "
+        "--nproc_per_node 8 recipes/causal_lm.py ...`, on every host")  # fmt: skip
 
 
 def _recipe_options(command: argparse.ArgumentParser) -> None:

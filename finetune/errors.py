@@ -17,6 +17,15 @@ class RequestError(FinetuneError):
     exit_status = 2
 
 
+class UnevenBatchError(RequestError):
+    """The global batch does not divide among the ranks; it would among those of `most_hosts`, fewer than there are (0:
+    of no number of hosts)."""
+
+    def __init__(self, message: str, most_hosts: int) -> None:
+        super().__init__(message)
+        self.most_hosts = most_hosts
+
+
 class RunError(FinetuneError):
     """The request was right, but the run failed: a full disk, a lost process, a timeout."""
 

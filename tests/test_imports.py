@@ -56,6 +56,7 @@ LIGHT_ROOM = [f"finetune.run.{path.stem}" for path in sorted((REPO / "finetune/r
         "finetune.plan.write",
         "finetune.report.write",
         "finetune.measure.start",
+        "finetune.commands.supervise",
         *LIGHT_ROOM,
     ],
 )
@@ -90,6 +91,7 @@ ROOMS: dict[str, set[str]] = {
     "report": {"errors", "plan", "privacy", "run", "safe_read"},
     "doctor": {"dsconfig", "errors", "host", "training", "measure", "plan", "run", "versions"},
     "generation": {"data", "dsconfig", "errors", "models", "privacy", "run", "safe_read", "training"},
+    "supervise": {"errors", "run", "training"},
     "export": {"errors", "models", "run", "safe_read", "training"},
     "cli": {"errors", "generation", "privacy", "run"},
     "api": {"cli", "commands", "dsconfig", "errors", "export", "measure", "models", "plan", "privacy", "report", "run"}

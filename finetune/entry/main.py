@@ -20,9 +20,11 @@ from finetune.run.importing import begin_imports
 from finetune.run.launch import Launch, own_rank, read_launch
 from finetune.run.recipe import Recipe
 from finetune.run.run import Run
+from finetune.run.supervised import own_attempt, tell_end
 
 SILENT_RANK_WAITS_SECONDS = 20.0
 INTERRUPTED_RANK_WAITS_SECONDS = 60.0  # while rank 0 closes its trackers; the launcher ends the others with rank 0
+AGENTS_NOTICE_SECONDS = 3.0  # an agent reads the rendezvous about once a second
 INTERRUPTED = 130  # 128 + SIGINT, the shell convention
 
 
@@ -88,14 +90,17 @@ def run_main(main: Callable[[], None], mend: str = "") -> None:
     except KeyboardInterrupt as stop:
         if rank == 0:
             print(f"\nstopped. {stop or mend}".rstrip(), file=sys.stderr, flush=True)
+            tell_end(INTERRUPTED)
         os._exit(INTERRUPTED)
     except InterruptedRunError as error:  # already printed
-        if rank != 0:
-            time.sleep(INTERRUPTED_RANK_WAITS_SECONDS)
+        if rank == 0:
+            tell_end(error.exit_status, error)
+        _wait_interrupted(rank)
         os._exit(error.exit_status)
     except NothingToDoError as error:
         if rank == 0:
             print(shown(str(error)), flush=True)
+            tell_end(error.exit_status)
         os._exit(error.exit_status)
     except FinetuneError as error:
         prefix = ""
@@ -103,11 +108,23 @@ def run_main(main: Callable[[], None], mend: str = "") -> None:
             time.sleep(SILENT_RANK_WAITS_SECONDS)
             prefix = f"[rank {rank}] "
         print(f"\n{prefix}error: {shown(str(error))}", file=sys.stderr, flush=True)
+        tell_end(error.exit_status, error)
         sys.stdout.flush()
         os._exit(error.exit_status)  # an atexit hook could hang in a collective that the other ranks have left
     done.set()
     if rank != 0:
         _leave(done)
+    tell_end(0)
+
+
+def _wait_interrupted(rank: int) -> None:
+    """Let rank 0 close its trackers before a launcher ends it, which it does once another rank has ended. If hosts come
+    and go, each agent waits for its own ranks, so none lingers; but an agent whose ranks end before it has noticed that
+    a host waits to join (torch 2.13, agent/server/api.py, _invoke_run) takes that for a failure."""
+    if own_attempt() is not None and "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(AGENTS_NOTICE_SECONDS)
+    elif rank != 0:
+        time.sleep(INTERRUPTED_RANK_WAITS_SECONDS)
 
 
 def _leave(done: threading.Event) -> None:

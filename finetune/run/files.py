@@ -3,6 +3,7 @@
 from finetune.dsconfig.context import NVME_FOLDER
 
 LOCK = "_lock"  # the Trainer does not push names that begin with "_" to the hub (transformers 5.23, push_to_hub)
+SUPERVISION = "_supervise"  # the folder of `finetune supervise`
 LABELS = "labels.json"  # the classes of a classifier's adapter
 TEXT_COLUMNS = "text_columns"  # in config.json and in LABELS: the columns that a text classifier was trained on
 SETTLED = ("thresholds", TEXT_COLUMNS)  # entries of these files that belong to the trained weights

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from finetune.dsconfig.context import NVME_FOLDER
 from finetune.errors import RequestError
-from finetune.run.files import LOCK, REPLACED, RUN_RECORD, STATE_FILE
+from finetune.run.files import LOCK, REPLACED, RUN_RECORD, STATE_FILE, SUPERVISION
 from finetune.run.paths import named_in
 from finetune.run.run import Run
 
 START_ANEW = "To start over, replace --resume with --overwrite_output_dir True."
+NOT_A_RUNS = ("lost+found", LOCK, SUPERVISION)  # may be there before a run's first start
 RESUMES = "Give one, auto, or allow."
 
 
@@ -50,7 +51,7 @@ def check_output_dir(run: Run) -> None:
         raise RequestError(
             f"{run.said('output_dir')}, but it cannot be written ({error.strerror}). Give another folder."
         ) from error
-    entries = [p.name for p in folder.iterdir() if p.name not in ("lost+found", LOCK)] if folder.is_dir() else []
+    entries = [p.name for p in folder.iterdir() if p.name not in NOT_A_RUNS] if folder.is_dir() else []
     resume = run.value("resume")
     if resume == "allow" and entries == [NVME_FOLDER]:
         return

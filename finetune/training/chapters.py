@@ -24,6 +24,7 @@ from finetune.training.distilling import Teacher
 from finetune.training.hub import push
 from finetune.training.pipeline.partition import describe, partition
 from finetune.training.pipeline.trainer import PipelineTrainer
+from finetune.training.position import follow
 from finetune.training.profiling.callback import profiling
 from finetune.training.progress import show_numbers, terminal_of, tidy_terminal
 from finetune.training.protocol import Closing
@@ -196,6 +197,7 @@ def finish(
 
 
 def _train(session: Session, trainer: Closing, samples: Mapping[str, int]) -> TrainOutput:
+    follow(trainer)
     trained: TrainOutput = trainer.train(resume_from_checkpoint=session.checkpoint)
     peaks = {"peak_memory_gib_per_rank": trainer.peak_memory_gib_per_rank()}
     sources = taken_of_each(

@@ -36,7 +36,7 @@ FAULTY = f'{{ {ZERO2},\n  "gradient_cliping": 1.0,\n}}\n'
         (["report", "runs/one", "--markdwon", "a.md"], "for `finetune report`. Did you mean --markdown?"),
         (["plan", "gpt2", "--per_device_train_batch_sise", "8"], "Did you mean --per_device_train_batch_size?"),
         (["check", "lora_24gb"], "lora_24gb: a recipe's YAML that names no DeepSpeed config"),
-        (["exprt"], "checkpoint, export, generate, chat, launch, train, recipe; you may mean export."),
+        (["exprt"], "checkpoint, export, generate, chat, launch, train, supervise, recipe; you may mean export."),
         (["export", "a", "b", "--dtype", "bf17"], "--dtype is 'bf17', but it must be one of fp32, bf16; you may mean"),
         (
             ["checkpoint", "lst", "a"],

@@ -5,6 +5,8 @@
     {"kind": "gradient", "rank": 0, "batch": 5} as nan, but in the gradient of the embedding's output
     {"kind": "clock", "rank": 0, "batch": 5}    the machine's clock is set back by a day before the fifth batch
     {"kind": "cut", "rank": 0, "batch": 5, "file": "train-0/tokens.bin"}  a mapped file of that name is cut off after it
+    {"kind": "row", "rank": 0, "row": 17}       a row of the training set cannot be read
+    {"kind": "alone", "rank": 0, "seconds": 0.2}  each batch of a run of one rank takes so much longer
 A rank is one of $RANK. A poisoned micro-batch is known by its content, so that it is so again when it is run again.
 """
 
@@ -38,6 +40,26 @@ def before_the_batch(do: Callable[[], None]) -> None:
         return samples
 
     _MapDatasetFetcher.fetch = slow
+
+
+def at_each_batch(do: Callable[[list[int]], None]) -> None:
+    fetch = _MapDatasetFetcher.fetch
+
+    def fetched(self: _MapDatasetFetcher, indices: list[int]) -> object:
+        do(indices)
+        return fetch(self, indices)
+
+    _MapDatasetFetcher.fetch = fetched
+
+
+def refuse_row(indices: list[int]) -> None:
+    if fault["row"] in indices:
+        raise ValueError(f"row {fault['row']} cannot be read")
+
+
+def be_slow_alone(indices: list[int]) -> None:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        time.sleep(fault["seconds"])
 
 
 def sleep() -> None:
@@ -77,7 +99,10 @@ def poison() -> None:
     torch.nn.modules.module.register_module_forward_hook(hook)
 
 
-if mine:
+each = {"row": refuse_row, "alone": be_slow_alone}.get(fault["kind"])
+if mine and each:
+    at_each_batch(each)
+elif mine:
     before = {"sleep": sleep, "clock": set_the_clock_back, "cut": cut}.get(fault["kind"])
     before_the_batch(before) if before else poison()
 sys.argv[0] = fault["recipe"]

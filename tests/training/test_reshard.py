@@ -14,9 +14,10 @@ from asked import run_of
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from finetune.errors import RequestError, RunError
+from finetune.errors import RequestError, RunError, UnevenBatchError
 from finetune.run.launch import Launch
 from finetune.run.run import Run
+from finetune.run.supervised import tell
 from finetune.training.checkpoints.manifest import Manifest, Spread, files_of, write_manifest
 from finetune.training.checkpoints.tag import newest_tag
 from finetune.training.reshard import move
@@ -426,6 +427,42 @@ def test_an_older_checkpoint_of_another_batch_is_not_gone_on_from_unseen(tmp_pat
     refuse_other_batch(request, saved(tmp_path, 32))
     with pytest.raises(RequestError, match="its global batch differs"):
         refuse_other_batch(request, saved(tmp_path, 64))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hosts", "micro", "batch", "most"),
+    [
+        pytest.param(3, 3, 1, 32, 2, id="two of three hosts"),
+        pytest.param(12, 3, 2, 16, 2, id="of four ranks each"),
+        pytest.param(19, 19, 1, 20, 10, id="ten of nineteen"),
+        pytest.param(3, 3, 5, 32, 0, id="no number of hosts: the micro-batch is wrong"),
+        pytest.param(3, 1, 1, 32, 0, id="there is only one host"),
+    ],
+)
+def test_the_error_tells_among_how_many_hosts_the_batch_would_divide(
+    ranks: int, hosts: int, micro: int, batch: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GROUP_WORLD_SIZE", str(hosts))
+    with pytest.raises(UnevenBatchError) as met:
+        keep_global_batch(asked(ranks, None, "--per_device_train_batch_size", str(micro)), saved(tmp_path, batch))
+    assert met.value.most_hosts == most
+
+
+def test_a_supervised_run_keeps_the_batch_of_its_first_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before its first checkpoint, and although the flag says what held on all hosts."""
+    attempt = tmp_path / "_supervise" / "attempt-2"
+    attempt.mkdir(parents=True)
+    monkeypatch.setenv("FINETUNE_SUPERVISED", str(attempt))
+    words = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2")
+    request = asked(2, None, *words)
+    assert keep_global_batch(request, None) == (request, None)
+    tell(attempt.parent, "training", "it began", global_batch_size=32)
+    settled, note = keep_global_batch(request, None)
+    assert settled.value("gradient_accumulation_steps") == 4
+    assert "4 instead of 2" in (note or "")
+    assert keep_global_batch(request, saved(tmp_path, 32)) == (settled, note)
+    with pytest.raises(RequestError, match="Drop --gradient_accumulation_steps 2"):
+        keep_global_batch(request, saved(tmp_path, 64))  # of another run
 
 
 def test_a_start_without_a_checkpoint_changes_nothing() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from finetune.errors import RequestError
+from finetune.errors import RequestError, UnevenBatchError
 from finetune.run.files import PIPELINE_RECORD
 from finetune.run.run import Run
+from finetune.run.supervised import batch_at_first_start, hosts_of_launch
 from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.manifest import MANIFEST, read_manifest
 
@@ -15,28 +16,31 @@ FACTORS = f"{MICRO} x {ACCUMULATION} x "
 
 
 def keep_global_batch(run: Run, checkpoint: str | None) -> tuple[Run, str | None]:
-    """The run with --gradient_accumulation_steps set so that the global batch size stays that of the checkpoint, and a
-    note that says so, or None if nothing changes. Raises RequestError if that is impossible."""
-    batch = global_batch_of(Path(checkpoint)) if checkpoint else None
-    if checkpoint is None or batch is None:
+    """The run with --gradient_accumulation_steps set so that the global batch size stays that of the checkpoint, or of
+    the first start of a supervised run that has none yet; and a note that says so, or None if nothing changes. Raises
+    RequestError if that is impossible."""
+    batch = global_batch_of(Path(checkpoint)) if checkpoint else batch_at_first_start()
+    if batch is None:
         return run, None
     stages = run.stages
     ranks = run.data_parallel_size
     micro, accumulation = int(run.value(MICRO)), int(run.value(ACCUMULATION))
     if micro * accumulation * ranks == batch:
         return run, None
+    name = Path(checkpoint).name if checkpoint else "this run's first start"
     what = "pipelines" if stages else "groups of ranks" if run.sequence_parallel_size > 1 else "ranks"
     found = (
-        f"--resume: {Path(checkpoint).name} was trained with a global batch of {batch}, but this run has {micro} x "
-        f"{accumulation} x {ranks} = {micro * accumulation * ranks} ({FACTORS}{what})"
+        f"--resume: {name} was trained with a global batch of {batch}, but this run has {micro} x {accumulation} x "
+        f"{ranks} = {micro * accumulation * ranks} ({FACTORS}{what})"
     )
     needed, rest = divmod(batch, micro * ranks)
     if rest:
-        raise RequestError(
+        raise UnevenBatchError(
             f"{found}. No number of accumulation steps keeps it: {batch} / ({micro} x {ranks}) is "
-            f"{batch / (micro * ranks):g}. {_mend(batch, micro, ranks, what)}"
+            f"{batch / (micro * ranks):g}. {_mend(batch, micro, ranks, what)}",
+            _most_hosts(batch, micro, ranks),
         )
-    if ACCUMULATION in run.given:
+    if ACCUMULATION in run.given and batch != batch_at_first_start():
         raise RequestError(
             f"{found}. Drop --gradient_accumulation_steps {accumulation} (also from a YAML), and it is set to keep the "
             f"batch: {micro} x {needed} x {ranks} = {batch}."
@@ -66,6 +70,13 @@ def global_batch_of(checkpoint: Path) -> int | None:
     if (checkpoint / PIPELINE_RECORD).is_file():
         return int(read_json_object(checkpoint / PIPELINE_RECORD)["global_batch_size"])
     return None
+
+
+def _most_hosts(batch: int, micro: int, ranks: int) -> int:
+    """The largest number of hosts, below that of this launch, among whose ranks the batch divides; 0 if none."""
+    hosts = hosts_of_launch()
+    on_each = ranks // hosts
+    return max((some for some in range(1, hosts) if on_each and batch % (micro * on_each * some) == 0), default=0)
 
 
 def _mend(batch: int, micro: int, ranks: int, what: str) -> str:

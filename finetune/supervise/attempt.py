@@ -1,0 +1,173 @@
+"""One attempt: the command, the processes that come of it, and what its folder says of its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from finetune.errors import RequestError
+from finetune.run import supervised
+from finetune.supervise.command import Supervised
+from finetune.supervise.decide import INTERRUPTED, TRY_AGAIN, End
+from finetune.training.checkpoints.manifest import CHECKPOINT, checkpoints_in
+
+MARK = "FINETUNE_SUPERVISOR"  # in the environment of every process that comes of a supervisor's command
+POLL_SECONDS = 0.2
+LEFT_OVER_SECONDS = 120.0  # for ranks that outlive their launcher: to save, before they are killed
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class Requested:
+    """The signal that asks this supervisor to stop; 0 as long as none has come."""
+
+    def __init__(self) -> None:
+        self.number, self.times = 0, 0
+        for number in SIGNALS:
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, _: Any) -> None:
+        self.number, self.times = self.number or number, self.times + 1
+
+    @property
+    def status(self) -> int:
+        return INTERRUPTED if self.number == signal.SIGINT else TRY_AGAIN
+
+    def pause(self, seconds: float) -> None:
+        """Sleep, but not past a signal."""
+        end = time.monotonic() + seconds
+        while not self.number and time.monotonic() < end:
+            time.sleep(min(POLL_SECONDS, seconds))
+
+
+def run_attempt(words: Sequence[str], attempt: Path, requested: Requested, look: Callable[[], None]) -> int:
+    """Run the command; returns its exit status once none of its processes is left. A signal to this process makes the
+    ranks of this host save, and with them all others. `look` is called now and then. Raises RequestError if the command
+    cannot be started."""
+    mark = uuid.uuid4().hex
+    environment = os.environ | {MARK: mark, supervised.ENVIRONMENT: str(attempt.absolute())}
+    # Otherwise an agent whose rank changes as hosts come keeps the address of the earlier rank 0 (torch 2.13,
+    # rendezvous/dynamic_rendezvous.py, next_rendezvous), and ranks wait for one another in two places.
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # seconds to save, as in --stop_grace
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    environment["PATH"] = path  # as `finetune train`: it also works if the environment is not activated
+    try:
+        process = subprocess.Popen(words, env=environment)
+    except OSError as error:
+        raise RequestError(
+            f"{words[0]} cannot be started: {error.strerror}. Give a launcher's command after --."
+        ) from None
+    passed_on = 0
+    while (status := process.poll()) is None:
+        if requested.times > passed_on:
+            passed_on = requested.times
+            _pass_on(requested, mark, process)
+        time.sleep(POLL_SECONDS)
+        look()
+    _end_left_over(mark, requested)
+    return status if status >= 0 else 128 - status
+
+
+def _pass_on(requested: Requested, mark: str, process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM to the ranks of this host, because launchers treat signals differently (docs/launch.md). The terminal has
+    sent SIGINT to them itself; a second one kills them."""
+    members = _marked(mark)
+    if requested.number == signal.SIGINT:
+        if requested.times > 1:
+            _signal(members, signal.SIGKILL)
+        return
+    _signal(_ranks(members) or [psutil.Process(process.pid)], signal.SIGTERM)
+
+
+def _end_left_over(mark: str, requested: Requested) -> None:
+    """End the ranks that outlive their launcher: they would train on in the folder that the next attempt writes."""
+    asked_at = None
+    while members := _marked(mark):
+        if asked_at is None:
+            asked_at = time.monotonic()
+            _signal(_ranks(members) or members, signal.SIGTERM)
+        elif time.monotonic() - asked_at > LEFT_OVER_SECONDS or requested.times > 1:
+            _signal(members, signal.SIGKILL)
+        time.sleep(POLL_SECONDS)
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def _ranks(members: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Those that a launcher has started as ranks; not what ranks start, such as data loader workers."""
+    ranks = {}
+    for process in members:
+        with suppress(psutil.Error):
+            if "RANK" in process.environ():
+                ranks[process.pid] = (process, process.ppid())
+    return [process for process, parent in ranks.values() if parent not in ranks]
+
+
+def _signal(processes: Sequence[psutil.Process], number: int) -> None:
+    for process in processes:
+        with suppress(psutil.Error):
+            process.send_signal(number)
+
+
+def end_of(attempt: Path, status: int, command: Supervised) -> End:
+    """How the attempt ended. What a rank has told of itself counts for more than the launcher's exit status."""
+    number = supervised.number_of(attempt)
+    own = [one for one in supervised.told(attempt.parent) if one.get("attempt") == number]
+    last_start = max((i for i, one in enumerate(own) if one["event"] == supervised.TRAINING), default=-1)
+    ended = [one for one in own[last_start + 1 :] if one["event"] == supervised.ENDED]
+    first = next((one for one in ended if one.get("status") != 0), {})
+    if any(one.get("status") == 0 for one in ended) or (status == 0 and command.hosts is None):
+        status = 0
+    else:  # torchrun ends with 0 on a host that was not needed, once the others fail
+        status = int(first.get("status", status)) or TRY_AGAIN
+    step, was_read = _step_of(attempt)
+    rows = _samples_of(attempt)
+    ahead = rows.get("ahead", []) if was_read else []
+    return End(status, step, newest_step(command.folder), rows.get("step"), ahead, first.get("most_hosts"))
+
+
+def newest_step(run_folder: Path) -> int:
+    """The step of the newest checkpoint by its name; 0 without any."""
+    newest = next(iter(checkpoints_in(run_folder)), None)
+    found = CHECKPOINT.fullmatch(newest.name) if newest else None
+    return int(found[1]) if found else 0
+
+
+def _step_of(attempt: Path) -> tuple[int | None, bool]:
+    """The last step that the ranks worked on, None if none did, or if one was saving or evaluating; and whether all of
+    them were still reading its samples."""
+    places: dict[str, list[int]] = {"reading": [], "step": [], "after": []}
+    for path in attempt.glob(f"{supervised.POSITION}*"):
+        with suppress(OSError, ValueError, AttributeError, KeyError):
+            for name, step in json.loads(path.read_text()).items():
+                places[name].append(int(step))
+    step = max([*places["reading"], *places["step"]], default=None)
+    after = max(places["after"], default=None)
+    if step is None or (after is not None and step <= after + 1):
+        return None, False
+    return step, step not in places["step"]
+
+
+def _samples_of(attempt: Path) -> dict[str, list[int]]:
+    with suppress(OSError, ValueError, AttributeError, TypeError):
+        found = json.loads((attempt / supervised.SAMPLES).read_text())
+        return {name: [int(one) for one in rows] for name, rows in found.items()}
+    return {}

@@ -1,0 +1,133 @@
+"""The command that is supervised: what it starts, where that writes, and whether hosts may come and go."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from finetune.errors import RequestError
+from finetune.run.choose import recipes
+from finetune.run.files import SUPERVISION
+from finetune.run.launch import Launch
+from finetune.run.resolve import read_flags
+
+TORCHRUN = ("torchrun", "torch.distributed.run")
+RANGE = re.compile(r"([0-9]{1,6}):([0-9]{1,6})")
+SET_HERE = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "max_restarts", "standalone")
+FOR_FIXED_HOSTS = ("node_rank", "master_addr", "master_port")
+KEEP_ALIVE = "keep_alive_interval"
+# Seconds. A host that is gone is noticed by the ranks, long before its agent's heartbeats stop; each heartbeat adds the
+# whole state of the rendezvous to its file (torch 2.13, FileStore).
+KEEP_ALIVE_SECONDS = 30
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """`launcher` are the words before the recipe. If hosts may come and go, `hosts` are the fewest and the most, and
+    `launcher` lacks `--nnodes` and `--rdzv_conf`; else `hosts` is None. `folder` is the run folder."""
+
+    launcher: tuple[str, ...]
+    recipe: tuple[str, ...]
+    folder: Path
+    hosts: tuple[int, int] | None = None
+    rendezvous: str = ""  # the user's --rdzv_conf
+    address: str = ""  # the user's --local_addr
+
+    @property
+    def home(self) -> Path:
+        """Where the supervisors of all hosts and the ranks meet."""
+        return self.folder / SUPERVISION
+
+    def words(self, attempt: Path, fewest: int | None = None, most: int | None = None) -> list[str]:
+        """The command of one attempt. For an elastic one, on `fewest` to `most` hosts (default: as given), which meet
+        through a file in the attempt's folder: so no host is needed by the others, and what is left of an earlier
+        attempt cannot join."""
+        if self.hosts is None:
+            return [*self.launcher, *self.recipe]
+        place = next(i for i, word in enumerate(self.launcher) if Path(word).name in TORCHRUN) + 1
+        conf = self.rendezvous
+        if KEEP_ALIVE not in conf:
+            conf = ",".join(filter(None, (conf, f"{KEEP_ALIVE}={KEEP_ALIVE_SECONDS}")))
+        own = ["--nnodes", f"{fewest or self.hosts[0]}:{most or self.hosts[1]}", "--max_restarts", "0"]
+        own += ["--rdzv_backend", "c10d", "--rdzv_endpoint", str((attempt / "rendezvous").absolute())]
+        own += ["--rdzv_id", attempt.name, "--rdzv_conf", f"store_type=file,{conf}"]
+        return [*self.launcher[:place], *own, *self.launcher[place:], *self.recipe]
+
+
+def read_command(words: Sequence[str]) -> Supervised:
+    """Raises RequestError for a command that names no recipe, or a run that could not be continued."""
+    place = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+    if place is None:
+        raise RequestError(
+            "finetune supervise: the command names no recipe. Give the launcher's whole command after --, such as "
+            "`finetune supervise -- deepspeed --num_gpus 8 recipes/causal_lm.py --output_dir runs/mine`."
+        )
+    launcher, (script, *flags) = list(words[:place]), words[place:]
+    folder, resume, strategy, overwrites = _of_run(script, flags)
+    if strategy == "no":
+        raise RequestError("--save_strategy no: a restart would begin from scratch each time. Drop it.")
+    if overwrites:
+        raise RequestError("--overwrite_output_dir: a restart would delete what the run has done. Drop it.")
+    if resume not in (None, "allow"):
+        raise RequestError(f"--resume {resume}: a supervised run continues with --resume allow. Drop it.")
+    recipe = (script, *flags, *(() if resume else ("--resume", "allow")))
+    supervised = Supervised(tuple(launcher), recipe, folder)
+    return _elastic(supervised) if any(Path(word).name in TORCHRUN for word in launcher) else supervised
+
+
+def _of_run(script: str, flags: Sequence[str]) -> tuple[Path, str | None, str | None, bool]:
+    """The run folder, --resume, --save_strategy and --overwrite_output_dir. The recipe itself reports wrong flags."""
+    known = recipes().get(Path(script).stem)
+    if known is not None:
+        run, _, _ = read_flags(known, flags, Launch(), is_here=False)
+        strategy = run.value("save_strategy")
+        folder = Path(str(run.value("output_dir"))).expanduser()
+        return folder, run.value("resume"), strategy and str(strategy), bool(run.value("overwrite_output_dir"))
+    given = _options(flags, "output_dir", "resume", "save_strategy", "overwrite_output_dir")[0]
+    if not given["output_dir"]:
+        raise RequestError(
+            f"{script} is none of the toolkit's recipes, so its run folder is unknown. Give --output_dir."
+        )
+    overwrites = (given["overwrite_output_dir"] or "false").lower() != "false"
+    return Path(given["output_dir"]).expanduser(), given["resume"], given["save_strategy"], overwrites
+
+
+def _elastic(plain: Supervised) -> Supervised:
+    """The same, for hosts that may come and go, if torchrun is given a range of them."""
+    given, rest = _options(plain.launcher, "nnodes", "rdzv_conf")
+    names = (*SET_HERE, *FOR_FIXED_HOSTS, "local_addr")
+    others, _ = _options(plain.launcher, *names)
+    if ":" not in (given["nnodes"] or ""):
+        if others["max_restarts"] not in (None, "0"):
+            raise RequestError(
+                "--max_restarts of torchrun: `finetune supervise` restarts torchrun itself. Give it before the --."
+            )
+        return plain
+    found = RANGE.fullmatch(given["nnodes"] or "")
+    fewest, most = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= fewest <= most:
+        raise RequestError(f"--nnodes {given['nnodes']}: it must be MIN:MAX hosts with 1 <= MIN <= MAX, such as 1:4.")
+    if wrong := next((name for name in names[:-1] if others[name] is not None), None):
+        why = "is for a fixed set of hosts" if wrong in FOR_FIXED_HOSTS else "is set by `finetune supervise`"
+        raise RequestError(
+            f"--{wrong} {why}: with --nnodes {given['nnodes']}, the hosts meet through the run folder. Drop it."
+        )
+    if "store_type" in (given["rdzv_conf"] or ""):
+        raise RequestError("--rdzv_conf store_type is set by `finetune supervise`. Drop it.")
+    address = others["local_addr"] or ""
+    return replace(
+        plain, launcher=tuple(rest), hosts=(fewest, most), rendezvous=given["rdzv_conf"] or "", address=address
+    )
+
+
+def _options(words: Sequence[str], *names: str) -> tuple[dict[str, str | None], list[str]]:
+    """The last value of each option, written with - or _, and the words without them."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in names:
+        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+        parser.add_argument(*spellings, dest=name, nargs="?", const="")
+    found, rest = parser.parse_known_args(list(words))
+    return vars(found), rest

@@ -1,0 +1,145 @@
+"""Attempt after attempt, until the run is done or trying again makes no sense."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from finetune.run import supervised
+from finetune.supervise.attempt import Requested, end_of, newest_step, run_attempt
+from finetune.supervise.command import Supervised, read_command
+from finetune.supervise.decide import TRY_AGAIN, Judge, Verdict
+from finetune.training.checkpoints.lock import lock_run_folder
+
+KEPT_ATTEMPTS = 2
+LOOK_SECONDS = 1.0
+
+
+def supervise(words: Sequence[str], max_restarts: int) -> int:
+    """Run the command, and again after each failure from which the run can continue; returns the exit status of the
+    last attempt. Raises RequestError for a command that cannot be supervised, or if another process supervises it."""
+    command = read_command(words)
+    place = command.home
+    if command.hosts:  # one supervisor on each host; otherwise one in all
+        place = command.home / f"host-{command.address or socket.gethostname()}"
+    place.mkdir(parents=True, exist_ok=True)
+    lock_run_folder(place, "finetune supervise")
+    return _Supervisor(command, max_restarts).run()
+
+
+class _Supervisor:
+    def __init__(self, command: Supervised, max_restarts: int) -> None:
+        self.command, self.home = command, command.home
+        self.requested = Requested()
+        self.shown = len(supervised.told(self.home))  # lines of the log that are older, or printed
+        self.looked_at = 0.0
+        self.judge = Judge(max_restarts, command.hosts[0] if command.hosts else 1, newest_step(command.folder))
+
+    def run(self) -> int:
+        number, most_hosts = self._first(), None
+        while True:
+            verdict = self._attempt(self.home / f"attempt-{number}", most_hosts)
+            if isinstance(verdict, int):
+                return verdict
+            self.requested.pause(verdict.pause_seconds or 0.0)
+            if (status := self._told_to_stop(number)) is not None:
+                return status
+            number, most_hosts = max(number + 1, self._newest()), verdict.most_hosts
+            if self.judge.failed_in is not None:
+                self._note_failure(self.home / f"attempt-{number}", self.judge.failed_in)
+
+    def _attempt(self, attempt: Path, most_hosts: int | None) -> Verdict | int:
+        """One attempt; the exit status if it was the last."""
+        attempt.mkdir(exist_ok=True)
+        number = supervised.number_of(attempt)
+        self._forget_before(number)
+        self._tell("attempt", f"attempt {number} starts", attempt=number)
+        began = time.monotonic()
+        words = self.command.words(attempt, self._fewest_hosts(), most_hosts)
+        launcher_status = run_attempt(words, attempt, self.requested, self._look)
+        end = end_of(attempt, launcher_status, self.command)
+        if end.status == 0:
+            return self._stop(0, number, "the run is done")
+        if (status := self._told_to_stop(number)) is not None:
+            return status
+        verdict = self.judge.judge(end)
+        where = f" in step {end.step}" if end.step is not None else ""
+        said = f"attempt {number} ended with status {end.status}{where}, after {time.monotonic() - began:.0f} s"
+        facts: dict[str, Any] = {
+            "attempt": number,
+            "status": end.status,
+            "step": end.step,
+            "newest_checkpoint": end.newest,
+        }
+        self._tell(supervised.FAILED, f"{said}: {verdict.said}", **facts, launcher_status=launcher_status)
+        if verdict.pause_seconds is not None:
+            return verdict
+        for_all = end.status != TRY_AGAIN
+        facts = {"step": end.step, "samples": end.samples, "ahead": end.ahead, "for_all": for_all}
+        return self._stop(end.status, number, verdict.said, **facts)
+
+    def _first(self) -> int:
+        """The attempt to begin with: the newest if other hosts may be in it, else a new one."""
+        newest = self._newest()
+        ends = (supervised.FAILED, supervised.STOPPED)
+        is_over = any(one["event"] in ends and one.get("attempt") == newest for one in supervised.told(self.home))
+        return newest if newest and self.command.hosts and not is_over else newest + 1
+
+    def _newest(self) -> int:
+        every = supervised.attempts_in(self.home)
+        return supervised.number_of(every[-1]) if every else 0
+
+    def _fewest_hosts(self) -> int | None:
+        """A run begins with all hosts, because they define its global batch; None: as the command says."""
+        has_trained = supervised.last(supervised.told(self.home), supervised.TRAINING)
+        return None if has_trained or self.command.hosts is None else self.command.hosts[1]
+
+    def _note_failure(self, attempt: Path, step: int) -> None:
+        """For the ranks of the next attempt, which then write down the samples of that step."""
+        with suppress(OSError):
+            attempt.mkdir(exist_ok=True)
+            (attempt / supervised.FAILED_AT).write_text(str(step))
+
+    def _forget_before(self, number: int) -> None:
+        for old in supervised.attempts_in(self.home):
+            if supervised.number_of(old) <= number - KEPT_ATTEMPTS:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _told_to_stop(self, number: int) -> int | None:
+        """The exit status, if a signal asks this supervisor to stop, or if another host found in this attempt that
+        trying again makes no sense."""
+        if self.requested.number:
+            return self._stop(self.requested.status, number, "a signal asked for it")
+        stops = [one for one in supervised.told(self.home) if one["event"] == supervised.STOPPED]
+        other: Mapping[str, Any] | None = next(
+            (one for one in stops if one.get("attempt") == number and one.get("for_all")), None
+        )
+        return None if other is None else self._stop(int(other["status"]), number, f"as {other['host']} did")
+
+    def _stop(self, status: int, number: int, said: str, **facts: Any) -> int:
+        said = f"stopped with status {status}: {said}"
+        self._tell(supervised.STOPPED, said, status=status, attempt=number, **facts)
+        return status
+
+    def _tell(self, event: str, said: str, **facts: Any) -> None:
+        supervised.tell(self.home, event, said, **facts)
+        self._show()
+
+    def _look(self) -> None:
+        if time.monotonic() - self.looked_at > LOOK_SECONDS:
+            self.looked_at = time.monotonic()
+            self._show()
+
+    def _show(self) -> None:
+        """Print what has been added to the log, by whichever host."""
+        records = supervised.told(self.home)
+        for one in records[self.shown :]:
+            at = time.strftime("%H:%M:%S", time.localtime(one.get("time", 0)))
+            print(f"supervise: {at} {one.get('host')}: {one.get('said')}", file=sys.stderr, flush=True)
+        self.shown = len(records)

@@ -1,0 +1,85 @@
+"""What `finetune supervise` makes of the command that it is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from finetune.errors import RequestError
+from finetune.supervise.command import read_command
+
+ELASTIC = "torchrun --nnodes 1:4 --nproc_per_node 8"
+RECIPE = "recipes/seq_cls.py --output_dir runs/mine"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "flags", "folder"),
+    [
+        ("deepspeed --num_gpus 2", "--output_dir runs/mine", "runs/mine"),
+        ("accelerate launch --config_file zero2.yaml", "--resume allow", "runs/seq_cls"),
+        ("python -m torch.distributed.run --nnodes=2", "--resume=allow", "runs/seq_cls"),
+        ("torchrun --standalone --nproc-per-node 2 --max-restarts 0", "--output_dir=runs/other", "runs/other"),
+    ],
+)
+def test_a_command_for_fixed_hosts_stays_as_it_is_but_resumes(launcher: str, flags: str, folder: str) -> None:
+    words = f"{launcher} recipes/seq_cls.py {flags}".split()
+    read = read_command(words)
+    assert read.hosts is None
+    assert read.folder == Path(folder)
+    again = [] if "--resume" in flags else ["--resume", "allow"]
+    assert read.words(Path("attempt-1")) == [*words, *again]
+
+
+def test_a_recipe_without_output_dir_writes_into_its_own_folder() -> None:
+    assert read_command(["python", "recipes/causal_lm.py"]).folder == Path("runs/causal_lm")
+
+
+@pytest.mark.parametrize("nnodes", ["--nnodes 1:4", "--nnodes=1:4"])
+def test_hosts_that_come_and_go_meet_through_the_folder_of_the_attempt(nnodes: str, tmp_path: Path) -> None:
+    launcher = f"torchrun {nnodes} --nproc-per-node 8 --rdzv-conf last_call_timeout=9 --local_addr 10.0.0.7"
+    read = read_command(f"{launcher} {RECIPE}".split())
+    assert (read.hosts, read.address) == ((1, 4), "10.0.0.7")
+    words = read.words(tmp_path / "attempt-3")
+    place = words.index("--nnodes")
+    assert words[0] == "torchrun"
+    assert words[place + 1] == "1:4"
+    assert words[words.index("--rdzv_endpoint") + 1] == str(tmp_path / "attempt-3" / "rendezvous")
+    assert words[words.index("--rdzv_conf") + 1] == "store_type=file,last_call_timeout=9,keep_alive_interval=30"
+    assert words[words.index("--max_restarts") + 1] == "0"  # a wrong request must not be tried again
+    assert words[words.index("--local_addr") + 1] == "10.0.0.7"
+    assert not any(word.startswith(("--nnodes=", "--rdzv-conf")) for word in words)
+    assert words[-5:] == [*RECIPE.split(), "--resume", "allow"]
+    assert read.words(tmp_path / "attempt-1", 4)[words.index("--nnodes") + 1] == "4:4"
+    assert read.words(tmp_path / "attempt-1", None, 2)[words.index("--nnodes") + 1] == "1:2"
+
+
+def test_the_module_of_torchrun_is_known_too(tmp_path: Path) -> None:
+    words = read_command(f"python -m torch.distributed.run --nnodes 2:3 {RECIPE}".split()).words(tmp_path / "attempt-1")
+    assert words[:5] == ["python", "-m", "torch.distributed.run", "--nnodes", "2:3"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("deepspeed --num_gpus 2", "names no recipe"),
+        ("", "names no recipe"),
+        (f"python {RECIPE} --save_strategy no", "--save_strategy no"),
+        (f"python {RECIPE} --overwrite_output_dir True", "--overwrite_output_dir"),
+        (f"python {RECIPE} --resume auto", "--resume auto"),
+        ("python my_own.py", "Give --output_dir"),
+        ("python my_own.py --output_dir x --save_strategy=no", "--save_strategy no"),
+        (f"torchrun --nproc_per_node 2 --max_restarts 3 {RECIPE}", "--max_restarts"),
+        (f"torchrun --nnodes 0:4 {RECIPE}", "--nnodes 0:4"),
+        (f"torchrun --nnodes 4:2 {RECIPE}", "--nnodes 4:2"),
+        (f"torchrun --nnodes a:b {RECIPE}", "--nnodes a:b"),
+        (f"{ELASTIC} --rdzv-endpoint here:29400 {RECIPE}", "--rdzv_endpoint is set by"),
+        (f"{ELASTIC} --max_restarts=3 {RECIPE}", "--max_restarts is set by"),
+        (f"{ELASTIC} --node_rank 0 {RECIPE}", "--node_rank is for a fixed set of hosts"),
+        (f"{ELASTIC} --master_addr 10.0.0.1 {RECIPE}", "--master_addr is for a fixed set of hosts"),
+        (f"{ELASTIC} --rdzv_conf store_type=tcp {RECIPE}", "store_type"),
+    ],
+)
+def test_what_could_not_be_continued_is_refused(words: str, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        read_command(words.split())

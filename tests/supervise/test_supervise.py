@@ -1,0 +1,155 @@
+"""`finetune supervise` over a command that fails as a test wishes; real processes, none of which imports torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import REPO
+
+from finetune.run.supervised import LOG, told
+
+FAKE = Path(__file__).with_name("fake_recipe.py")
+
+
+def command(folder: Path, plan: list[dict[str, Any]], *words: str) -> list[str]:
+    (folder.parent / "plan.json").write_text(json.dumps(plan))
+    return [sys.executable, "-m", "finetune.cli", "supervise", *words, "--", sys.executable, str(FAKE),
+            *("--output_dir", str(folder))]  # fmt: skip
+
+
+def supervised(folder: Path, plan: list[dict[str, Any]], *words: str) -> subprocess.CompletedProcess[str]:
+    run = command(folder, plan, *words)
+    return subprocess.run(run, cwd=REPO, capture_output=True, text=True, check=False, timeout=60)
+
+
+def starts(folder: Path) -> int:
+    return len((folder / "starts").read_text())
+
+
+def events(folder: Path) -> list[str]:
+    return [one["event"] for one in told(folder / "_supervise")]
+
+
+def wait_for(path: Path) -> None:
+    end = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < end, f"{path.name} has not come"
+        time.sleep(0.05)
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_run_that_fails_twice_ends_well_and_the_log_tells_the_story(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    plan: list[dict[str, Any]] = [
+        {"status": 1, "checkpoint": 10, "position-0": {"step": 14}},
+        {"status": -9, "checkpoint": 20},
+        {"status": 0},
+    ]
+    done = supervised(folder, plan)
+    assert done.returncode == 0, done.stderr
+    assert starts(folder) == 3
+    assert events(folder) == ["attempt", "attempt failed", "attempt", "attempt failed", "attempt", "stopped"]
+    first, second = [one for one in told(folder / "_supervise") if one["event"] == "attempt failed"]
+    assert (first["attempt"], first["status"], first["step"], first["newest_checkpoint"]) == (1, 1, 14, 10)
+    assert (second["status"], second["step"], second["newest_checkpoint"]) == (137, None, 20)
+    for one in told(folder / "_supervise"):
+        assert f"{one['host']}: {one['said']}" in done.stderr
+    assert "attempt 1 ended with status 1 in step 14, after" in done.stderr
+    assert "stopped with status 0: the run is done" in done.stderr
+
+
+def test_a_wrong_request_is_not_tried_again(tmp_path: Path) -> None:
+    done = supervised(tmp_path / "run", [{"status": 2}])
+    assert done.returncode == 2
+    assert starts(tmp_path / "run") == 1
+    assert "the request is wrong" in done.stderr
+
+
+def test_what_a_rank_tells_counts_for_more_than_the_status_of_its_launcher(tmp_path: Path) -> None:
+    """torchrun ends with 1, whatever a rank's status was."""
+    done = supervised(tmp_path / "run", [{"status": 1, "rank says": 2}])
+    assert done.returncode == 2
+    assert starts(tmp_path / "run") == 1
+    assert "rank 0 ended with status 2: the disk is full" in done.stderr
+
+
+@pytest.mark.parametrize(("place", "ahead"), [("step", ""), ("reading", "; or while rows 7 were read ahead")])
+def test_the_same_step_twice_stops_and_names_its_samples(place: str, ahead: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    row = {"status": 1, "position-0": {place: 57}, "samples.json": {"step": [5, 9, 2], "ahead": [7]}}
+    done = supervised(folder, [row])
+    assert done.returncode == 1
+    assert starts(folder) == 2
+    assert f"step 57 has failed twice, with the same samples: rows 5, 9, 2{ahead}\n" in done.stderr
+    assert (folder / "_supervise" / "attempt-2" / "failed_at").read_text() == "57"
+    assert told(folder / "_supervise")[-1]["samples"] == [5, 9, 2]
+
+
+def test_a_failure_while_saving_is_blamed_on_no_step(tmp_path: Path) -> None:
+    done = supervised(tmp_path / "run", [{"status": 1, "position-0": {"after": 50}}], "--max_restarts", "1")
+    assert done.returncode == 1
+    assert starts(tmp_path / "run") == 2
+    assert "1 restart(s) in a row have brought no new checkpoint" in done.stderr
+
+
+def test_a_rank_that_outlives_its_launcher_ends_before_the_next_attempt(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    done = supervised(folder, [{"status": -9, "leaves a rank": True}, {"status": 0}])
+    assert done.returncode == 0, done.stderr
+    assert has_ended(int((folder / "left").read_text()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_stops_the_run_and_another_supervisor_is_refused_meanwhile(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    run = command(folder, [{"status": 0, "waits": True}])
+    with subprocess.Popen(run, cwd=REPO, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_for(folder / "waits")
+            if number == signal.SIGTERM:
+                other = subprocess.run(run, cwd=REPO, capture_output=True, text=True, check=False, timeout=60)
+                assert other.returncode == 2
+                assert "another run writes there" in other.stderr
+            process.send_signal(number)
+            _, said = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 75, said
+    assert starts(folder) == 1
+    assert "stopped with status 75: a signal asked for it" in said
+
+
+def test_a_later_supervisor_goes_on_in_the_same_log(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert supervised(folder, [{"status": 2}]).returncode == 2
+    with (folder / "_supervise" / LOG).open("a") as log:
+        log.write('{"event": "atte\n')  # a line that a kill has torn
+    done = supervised(folder, [{"status": 2}, {"status": 0}])
+    assert done.returncode == 0, done.stderr
+    assert [one["attempt"] for one in told(folder / "_supervise")] == [1, 1, 1, 2, 2]
+    assert "the request is wrong" not in done.stderr  # that is of the earlier one
+
+
+def test_a_command_that_does_not_exist_is_a_wrong_request(tmp_path: Path) -> None:
+    run = [sys.executable, "-m", "finetune.cli", "supervise", "--", "no-such-launcher", str(FAKE), "--output_dir"]
+    done = subprocess.run([*run, str(tmp_path / "run")], cwd=REPO, capture_output=True, text=True, check=False,
+                          env={**os.environ}, timeout=60)  # fmt: skip
+    assert done.returncode == 2
+    assert "no-such-launcher cannot be started" in done.stderr
