@@ -29,6 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("nightly_retry"):
+        if config.getoption("nightly_record") is None:
+            raise pytest.UsageError("--nightly_retry needs --nightly_record PATH")
         failures = json.loads(config.getoption("nightly_record").read_text())["failures"]
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in failures])
         items[:] = [item for item in items if item.nodeid in failures]
@@ -40,7 +42,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         return
     found = terminalreporter.stats
     if config.getoption("nightly_retry"):
-        _retried(path, {report.nodeid for report in found.get("passed", ())})
+        _retried(path, _nodes(found, "passed") - _nodes(found, "failed", "error"))
         return
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in found.get("skipped", ()))
     record = {
@@ -49,8 +51,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "selected": config.getoption("markexpr"),
         "narrowed": [*config.args] if config.args_source is config.ArgsSource.ARGS else [],
-        "passed": len(found.get("passed", ())),
-        "failures": sorted({report.nodeid for kind in ("failed", "error") for report in found.get(kind, ())}),
+        "passed": len(_nodes(found, "passed") - _nodes(found, "failed", "error")),
+        "failures": sorted(_nodes(found, "failed", "error")),
         "skipped": dict(sorted(reasons.items())),
         "minutes": round((time.monotonic() - STARTED) / 60, 1),
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "deepspeed")},
@@ -59,6 +61,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         record["narrowed"].append(f"-k {words}")
     _write(path, record)
     terminalreporter.write_line(f"nightly record: {path}")
+
+
+def _nodes(found: dict[str, Any], *kinds: str) -> set[str]:
+    """The tests of these kinds; one whose teardown fails has passed, too."""
+    return {report.nodeid for kind in kinds for report in found.get(kind, ())}
 
 
 def _retried(path: Path, passed: set[str]) -> None:

@@ -83,6 +83,8 @@ def test_a_run_is_recorded_with_its_reasons_for_skipping(tmp_path: Path) -> None
         "def test_good(): pass\n"
         "def test_bad(): assert False\n"
         "def test_broken(missing): pass\n"
+        "@pytest.fixture\ndef torn(): yield; assert False\n"
+        "def test_torn(torn): pass\n"
         "def test_left_out(): pytest.skip('no browser')\n"
     )
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
@@ -94,7 +96,7 @@ def test_a_run_is_recorded_with_its_reasons_for_skipping(tmp_path: Path) -> None
         subprocess.run([sys.executable, "-m", "pytest", *words], cwd=tmp_path, env=env, capture_output=True)
         record = json.loads((tmp_path / "record.json").read_text())
         assert (record["passed"], record["skipped"]) == (1, {"no browser": 1})
-        assert record["failures"] == ["test_some.py::test_bad", "test_some.py::test_broken"]
+        assert record["failures"] == [f"test_some.py::test_{name}" for name in ("bad", "broken", "torn")]
         assert record["commit"] == git("rev-parse", "HEAD")
         assert record["narrowed"] == []
         (tmp_path / "test_some.py").write_text(
@@ -102,7 +104,7 @@ def test_a_run_is_recorded_with_its_reasons_for_skipping(tmp_path: Path) -> None
         )
         subprocess.run([sys.executable, "-m", "pytest", *words, "--nightly_retry"], cwd=tmp_path, env=env)
         record = json.loads((tmp_path / "record.json").read_text())
-        assert (record["passed"], record["failures"]) == (2, ["test_some.py::test_broken"])
+        assert (record["passed"], record["failures"]) == (2, ["test_some.py::test_broken", "test_some.py::test_torn"])
         assert record["retried"] == [{"commit": git("rev-parse", "HEAD"), "tests": ["test_some.py::test_bad"]}]
 
 

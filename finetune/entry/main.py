@@ -54,7 +54,7 @@ def _how_to_continue(run: Run) -> str:
     folder = Path(run.values["output_dir"])
     saved = checkpoints_in(folder.expanduser())
     if not saved:
-        return f"{folder} holds no checkpoint: the next run starts anew."
+        return f"{folder} holds no checkpoint. Start again with --resume allow, or --overwrite_output_dir True."
     return f"{folder / saved[0].name} is the newest checkpoint; --resume auto continues from the newest valid one."
 
 

@@ -176,6 +176,7 @@ class Experts:
         self.tokens: dict[int, torch.Tensor] = {}  # by layer, for each expert, since the last log
         self.loss: Any = 0.0  # of the steps since the last log, without its weight
         self.steps = 0
+        self.before: Any = ({}, 0.0, 0)  # the last three at the start of the step
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after, with_kwargs=True, always_call=True)
         for place, module in enumerate(mixture.modules.values()):
@@ -183,7 +184,12 @@ class Experts:
 
     def begin_step(self) -> None:
         """Call it before the first micro-batch of a step."""
+        self.before = dict(self.tokens), self.loss, self.steps
         self.of_step, self.steps = None, self.steps + 1
+
+    def forget_step(self) -> None:
+        """Drop what the current step has added: it is not taken."""
+        self.tokens, self.loss, self.steps = self.before
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:

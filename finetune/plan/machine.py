@@ -143,7 +143,7 @@ def find_machine(name: str) -> Machine:
     )
 
 
-MOST_BYTES = 2**20  # profiles are about 20 KiB
+MOST_BYTES = 2**20  # profiles are about 3 KiB
 
 
 def read_machine(path: Path) -> Machine:

@@ -32,6 +32,7 @@ NOT_DRAWN = set(
     "comm_share_of_fp32".split()
 )
 MOST_PANELS = 14
+MOST_FILES = 20  # a run logs no more (finetune/training/source_losses.py, MOST_LOGGED)
 OF_FILE, COUNT_OF_FILE = "loss_", "learnt_tokens_"  # before a file's name: its training loss, and over how many tokens
 
 
@@ -41,7 +42,8 @@ def curves_of(runs: Sequence[RunFolder]) -> Curves | None:
     if not drawn:
         return None
     files = _files(drawn[0]) if len(drawn) == 1 else []
-    keys = [key for key in _keys(drawn) if key.removeprefix(OF_FILE) not in files]
+    of_files = {f"{OF_FILE}{name}" for name in files}
+    keys = [key for key in _keys(drawn) if key not in of_files]
     found = [panel for key in keys if (panel := _panel(drawn, key)) is not None]
     if files:
         found.insert(1, _panel_of_files(drawn[0], files))
@@ -98,7 +100,7 @@ def _files(run: RunFolder) -> list[str]:
     """The files of a mixture whose training losses are logged."""
     keys = dict.fromkeys(key for row in run.logged for key, value in row.items() if as_number(value) is not None)
     names = [key.removeprefix(OF_FILE) for key in keys if key.startswith(OF_FILE)]
-    return [name for name in names if f"{COUNT_OF_FILE}{name}" in keys]
+    return [name for name in names if f"{COUNT_OF_FILE}{name}" in keys][:MOST_FILES]
 
 
 def _panel_of_files(run: RunFolder, files: Sequence[str]) -> Panel:

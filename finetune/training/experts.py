@@ -18,10 +18,11 @@ from finetune.run.facts import checkpointing_kwargs
 from finetune.run.files import EXPERT_LOAD, EXPERT_PICTURE
 from finetune.run.flags.experts import ExpertArguments, unsupported
 from finetune.safe_read import read_json_object
+from finetune.training.guards.nan_guard import NOT_THE_MODELS
 from finetune.training.run_folder import write_json
 from finetune.training.start import Session
 
-NOT_READ_AHEAD = ("labels", "shift_labels")
+NOT_READ_AHEAD = ("labels", "shift_labels", *NOT_THE_MODELS)
 
 
 def coefficient_for(session: Session, base: Any) -> float:
@@ -41,7 +42,11 @@ def watch_experts(session: Session, base: Any, model: Any, weight: float) -> Non
     """Count the load of the experts of `model`, if it has some, and add the routers' loss; `RoutedMixin` finds them.
     `model` is what the Trainer gets, and `base` the model inside."""
     mixture = mixture_of(base)
-    if mixture is None or session.training.torch_compile:
+    if mixture is None:
+        return
+    if session.training.torch_compile:  # a compiled graph has no place for hooks; `coefficient_for` refuses a weight
+        if hasattr(base, "router_aux_loss_coef"):
+            base.router_aux_loss_coef = 0.0  # otherwise the model adds a loss of its own to each micro-batch
         return
     setattr(model, EXPERTS, Experts(base, model, mixture, weight))
     each = f"{mixture.experts} experts in each of {len(mixture.modules)} layers, {mixture.chosen} per token"

@@ -28,8 +28,9 @@ from finetune.training.start import Session
 from finetune.versions import versions
 
 # Keys of a model's config that affect neither its weights nor what it computes with them.
-NO_SHAPE = """_name_or_path transformers_version dtype torch_dtype use_cache architectures thresholds _commit_hash
-    _attn_implementation gradient_checkpointing label2id output_attentions output_hidden_states return_dict""".split()
+NO_SHAPE = """_name_or_path transformers_version dtype torch_dtype use_cache architectures thresholds text_columns
+    _commit_hash _attn_implementation gradient_checkpointing label2id output_attentions output_hidden_states
+    return_dict""".split()
 LONGEST = 200  # characters; longer values are stored as a digest
 # In a DeepSpeed config's optimizer and scheduler: keys that flags also set (transformers 5.23, integrations/
 # deepspeed.py, trainer_config_process, fills them or requires equality), and types equivalent to having no section.

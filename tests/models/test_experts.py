@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,18 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from finetune.errors import RequestError
 from finetune.models.chunked_loss import choose_chunk_tokens, use_chunked_loss
-from finetune.models.experts import ASKED, Experts, balance, count, mixture_of, refusal, router_coefficient, router_loss
+from finetune.models.experts import (
+    ASKED,
+    EXPERTS,
+    Experts,
+    balance,
+    count,
+    mixture_of,
+    refusal,
+    router_coefficient,
+    router_loss,
+)
+from finetune.training.experts import watch_experts
 
 SHAPE = {
     "vocab_size": 40,
@@ -52,6 +64,17 @@ DEEPSEEK = {
     "qk_nope_head_dim": 4,
     "v_head_dim": 8,
 }
+
+
+def test_a_compiled_model_adds_no_router_loss_of_its_own() -> None:
+    """Hooks are left out of compiled graphs, so the model itself must not add it."""
+    model, ids = mixtral(output_router_logits=True, router_aux_loss_coef=0.5), torch.arange(8)[None]
+    said = SimpleNamespace(training=SimpleNamespace(torch_compile=True))
+    before = model(input_ids=ids, labels=ids).loss
+    watch_experts(said, model, model, 0.0)  # type: ignore[arg-type]
+    assert not hasattr(model, EXPERTS)
+    plain = model(input_ids=ids, labels=ids, output_router_logits=False).loss
+    assert model(input_ids=ids, labels=ids).loss == plain != before
 
 
 def mixtral(**more: Any) -> Any:
@@ -149,6 +172,24 @@ def test_recomputed_activations_are_counted_once_and_carry_the_gradient() -> Non
         gradients.append(model.model.layers[0].mlp.gate.weight.grad)
         assert experts.window(lambda one: one, CPU)[1].sum() == 2 * 2 * batch["attention_mask"].sum()
     assert torch.allclose(*gradients, rtol=1e-5, atol=1e-7)
+
+
+def test_a_step_that_is_not_taken_is_not_counted() -> None:
+    batch, model = a_batch(), mixtral(output_router_logits=True)
+    mixture = mixture_of(model)
+    assert mixture is not None
+    experts = Experts(model, model.train(), mixture, 1.0)
+    windows = []
+    for is_taken in ([True], [True, False]):
+        for taken in is_taken:
+            experts.begin_step()
+            with experts.counting():
+                model(**batch)
+            if not taken:
+                experts.forget_step()
+        windows.append(experts.window(lambda one: one, CPU))
+    assert windows[0][0] == windows[1][0]
+    assert torch.equal(windows[0][1], windows[1][1])
 
 
 def test_an_evaluation_has_no_router_loss() -> None:

@@ -283,7 +283,8 @@ def test_the_files_of_a_mixture_have_a_table_and_their_losses_a_common_panel(tmp
     folder = run_folder(tmp_path / "run")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     of_files = {"loss_chats": 2.5, "learnt_tokens_chats": 300, "loss_code": 1.25, "learnt_tokens_code": 100}
-    rows = [row | of_files | {"loss_scale": 8.0} if "loss" in row else row for row in rows]
+    of_files |= {"loss_kl": 1.0, "learnt_tokens_kl": 50}  # a file named like a metric
+    rows = [row | of_files | {"loss_scale": 8.0, "kl": 0.5} if "loss" in row else row for row in rows]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     results = json.loads((folder / "all_results.json").read_text())
     sources = {"chats": {"blocks": 70, "documents": 210, "tokens": 6000, "loss": 1.75, "learnt_tokens": 5000},
@@ -295,9 +296,10 @@ def test_the_files_of_a_mixture_have_a_table_and_their_losses_a_common_panel(tmp
     assert [(curve.name, curve.points["step"][0]) for curve in panel.curves] == [
         ("chats", (1, 2.5)),
         ("code", (1, 1.25)),
+        ("kl", (1, 1.0)),
     ]
     others = [one.title for one in curves.panels if one is not panel]
-    assert "Loss scale" in others
+    assert {"Loss scale", "KL"} <= set(others)
     assert not [title for title in others if "chats" in title or "tokens code" in title]
     page, _, _ = page_of([folder], tmp_path)
     for words in ("Training files", "75.0%", "1.75", "1.875", "6,000"):
@@ -305,6 +307,18 @@ def test_the_files_of_a_mixture_have_a_table_and_their_losses_a_common_panel(tmp
     both = curves_of([read_run(folder, "one"), read_run(folder, "other")])
     assert both is not None
     assert {"Loss chats", "Loss code"} <= {panel.title for panel in both.panels}
+
+
+def test_files_beyond_the_most_that_a_run_logs_are_not_drawn(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    of_files = {f"{word}_{n}": 1.0 for n in range(30_000) for word in ("loss", "learnt_tokens")}
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, "loss": 1.0} | of_files) + "\n" for step in (1, 2))
+    )
+    curves = curves_of([read_run(folder, "run")])
+    assert curves is not None
+    (panel,) = (one for one in curves.panels if one.title == "Training loss by file")
+    assert len(panel.curves) == 20
 
 
 def test_a_run_that_logged_only_losses_of_evaluation_shows_them_dashed(tmp_path: Path) -> None:

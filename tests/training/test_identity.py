@@ -14,7 +14,7 @@ from conftest import flags
 from test_manifest import LAYOUT
 
 from finetune.errors import RequestError
-from finetune.run.files import IDENTITY
+from finetune.run.files import IDENTITY, SETTLED
 from finetune.safe_read.values import MOST_YAML_BYTES
 from finetune.training.checkpoints.atomic_folder import AtomicFolder
 from finetune.training.checkpoints.choice import Chosen, checkpoint_to_resume, settle
@@ -296,3 +296,10 @@ def test_the_step_of_the_manifest_counts_and_a_folder_of_another_name_has_none(t
         place.mkdir(exist_ok=True)
         (place / "trainer_state.json").write_text(json.dumps(STATE))
         assert bool(state_problems(place, step)) is wrong
+
+
+def test_what_a_classifier_keeps_beside_its_weights_is_no_shape() -> None:
+    """A renamed column of the same rows may be resumed."""
+    from finetune.training.same_run import NO_SHAPE
+
+    assert set(SETTLED) <= set(NO_SHAPE)

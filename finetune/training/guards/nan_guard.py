@@ -105,6 +105,8 @@ class Suspect:
     def forget_loss(self) -> None:
         """Drop this step's loss: the log shows the mean over the steps that were taken."""
         self.trainer.running_loss.forget_step()
+        if experts := getattr(self.trainer, "experts", None):
+            experts.forget_step()
 
     def advance_schedule(self) -> None:
         """Advance the learning rate schedule as a normal step would, unless the engine has."""
