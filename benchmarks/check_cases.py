@@ -248,7 +248,7 @@ BATCH = [
     Fault(
         "clipping missing against the flag",
         "DS206",
-        "clips at its own 1.0, but the run asks for 0.1",
+        "clips at its own 1.0 and ignores --max_grad_norm 0.1",
         SIZES,
         {**TRAINER, **asked(max_grad_norm=0.1)},
         shows="engine.gradient_clipping()",

@@ -192,7 +192,7 @@ def test_a_run_that_is_stopped_by_hand_says_how_to_go_on(tmp_path: Path) -> None
         run.wait_for((tmp_path / "run" / "metrics.jsonl").exists)
         run.process.send_signal(signal.SIGINT)
         assert run.end() == 130
-        assert "--resume auto continues" in run.output
+        assert "holds no checkpoint. Start again with --resume allow" in run.output
         assert "Traceback" not in run.output
 
 

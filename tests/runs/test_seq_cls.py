@@ -38,6 +38,7 @@ def own_csv(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 OWN = {**TINY, "max_steps": 40, "max_train_samples": 240, "learning_rate": 2e-3, "do_predict": True}
+OWN |= {"save_strategy": "steps", "save_steps": 20}
 
 
 @pytest.fixture(scope="module")

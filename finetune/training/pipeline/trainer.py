@@ -1,5 +1,4 @@
-"""A training loop like the Trainer's, with DeepSpeed's pipeline engine doing the steps: the same arguments, samples,
-schedule, callbacks, logs and run folder."""
+"""A loop like the Trainer's around DeepSpeed's pipeline engine: the same samples, schedule, logs and run folder."""
 
 from __future__ import annotations
 
