@@ -2,6 +2,7 @@
 the run end as one that was never cut?
 
     python benchmarks/elastic.py                              # 3 hosts, 6 kills: about half an hour on two cores
+    python benchmarks/elastic.py --steps 120 --save_steps 10 --kills 2       # the data of docs/results: a few minutes
     python benchmarks/elastic.py --hosts 20 --kills 40 --steps 20000
 
 A host is a supervisor with a torchrun of its own and one rank, under an address of its own on this machine. A kill is
@@ -179,6 +180,11 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in rows_of(folder / "metrics.jsonl") if "loss" in row]
 
 
+def span(seconds: list[float]) -> str:
+    least, most = f"{min(seconds):.0f}", f"{max(seconds):.0f}"
+    return f"{least} s" if least == most else f"{least} to {most} s"
+
+
 def page(found: dict[str, Any]) -> str:
     kills = found["kills"]
     again, grow = ([kill[name] for kill in kills] for name in ("seconds_to_train_again", "seconds_stopped_to_grow"))
@@ -202,9 +208,9 @@ often as the table says. Once the others train again, the host comes back. A che
 - All supervisors ended with status {statuses}.
 - The largest difference of any step's loss from the same run without kills is
   {found["largest_difference_of_a_loss"]:.1e}, relative (fp32).
-- After a kill, the next step came {min(again):.0f} to {max(again):.0f} s later. Most of this is starting Python and
+- After a kill, the next step came {span(again)} later. Most of this is starting Python and
   importing torch on {cores} cores, and 10 s of waiting for other hosts.
-- Growing back stopped training for {min(grow):.0f} to {max(grow):.0f} s.
+- Growing back stopped training for {span(grow)}.
 
 | kill | at step | was it rank 0's host | hosts left | steps repeated | seconds to the next step | seconds to grow |
 |---|---|---|---|---|---|---|

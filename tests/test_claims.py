@@ -47,6 +47,7 @@ SETTINGS = {
     "docs/elastic.md": [
         "60 seconds",
         "killed after two minutes",
+        "begins to end within 5 s",
         "after 40 s at most",
         "wait 30 s",
         "the tests hold them to 1e-6",

@@ -17,6 +17,7 @@ from finetune.errors import first_line, plain
 from finetune.run.launch import COUNT, own_rank
 
 ENVIRONMENT = "FINETUNE_SUPERVISED"  # for the ranks: the folder of this attempt
+COMMAND = "FINETUNE_SUPERVISED_COMMAND"  # for the ranks: what tells this recipe and its flags from others
 LOG = "log.jsonl"
 ATTEMPT = re.compile(r"attempt-([0-9]{1,9})")
 FAILED_AT, SAMPLES, POSITION = "failed_at", "samples.json", "position-"
@@ -30,6 +31,16 @@ def own_attempt() -> Path | None:
     """The folder of the attempt that this process belongs to; None if nobody supervises it."""
     named = os.environ.get(ENVIRONMENT)
     return Path(named) if named else None
+
+
+def own_command() -> str | None:
+    """The digest of the command that this process belongs to; None if nobody supervises it."""
+    return os.environ.get(COMMAND)
+
+
+def environment_of(attempt: Path, digest: str) -> dict[str, str]:
+    """What the ranks of an attempt need in their environment."""
+    return {ENVIRONMENT: str(attempt.absolute()), COMMAND: digest}
 
 
 def number_of(attempt: Path) -> int:
@@ -57,9 +68,12 @@ def tell(home: Path, event: str, said: str, **facts: Any) -> None:
 
 
 def told(home: Path) -> list[dict[str, Any]]:
-    """The records of the log, in order, without lines that a kill has torn."""
-    path, found = home / LOG, []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+    """The records of the log, in order, without lines that a kill has torn; none if it cannot be read, such as from a
+    network disk that is away: that must not end a run either."""
+    text, found = "", []
+    with suppress(OSError):
+        text = (home / LOG).read_text(encoding="utf-8", errors="replace")
+    for line in text.splitlines():
         with suppress(ValueError):
             record = json.loads(line)
             if isinstance(record, dict) and isinstance(record.get("event"), str):
@@ -104,8 +118,19 @@ def hosts_of_launch() -> int:
 
 
 def batch_at_first_start() -> int | None:
-    """The global batch size that the supervised run began with, before it had a checkpoint to tell it."""
+    """The global batch size that the supervised command began with, before it had a checkpoint to tell it. A command
+    with other flags begins anew: its user may have changed the batch, because it did not fit."""
+    return next((batch for batch, command in _batches() if command == own_command()), None)
+
+
+def has_begun_with(batch: int) -> bool:
+    """Whether the supervised run has trained with this global batch size, with whatever flags."""
+    return any(batch == one for one, _ in _batches())
+
+
+def _batches() -> list[tuple[int, str | None]]:
+    """Of each start that trained: the global batch size, and the command's digest."""
     attempt = own_attempt()
-    first = next((one for one in told(attempt.parent) if one["event"] == TRAINING), None) if attempt else None
-    batch = first.get("global_batch_size") if first else None
-    return batch if isinstance(batch, int) and batch > 0 else None
+    starts = [one for one in told(attempt.parent) if one["event"] == TRAINING] if attempt else []
+    found = [(one.get("global_batch_size"), one.get("command")) for one in starts]
+    return [(batch, command) for batch, command in found if isinstance(batch, int) and batch > 0]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ import psutil
 
 from finetune.errors import RequestError
 from finetune.run import supervised
-from finetune.supervise.command import Supervised
+from finetune.supervise.command import Command
 from finetune.supervise.decide import INTERRUPTED, TRY_AGAIN, End
 from finetune.training.checkpoints.manifest import CHECKPOINT, checkpoints_in
 
 MARK = "FINETUNE_SUPERVISOR"  # in the environment of every process that comes of a supervisor's command
 POLL_SECONDS = 0.2
+INTERRUPTED_SECONDS = 5.0  # for ranks that the terminal has interrupted: to begin to end
 LEFT_OVER_SECONDS = 120.0  # for ranks that outlive their launcher: to save, before they are killed
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -32,12 +34,12 @@ class Requested:
     """The signal that asks this supervisor to stop; 0 as long as none has come."""
 
     def __init__(self) -> None:
-        self.number, self.times = 0, 0
+        self.number, self.times, self.at = 0, 0, 0.0
         for number in SIGNALS:
             signal.signal(number, self._note)
 
     def _note(self, number: int, _: Any) -> None:
-        self.number, self.times = self.number or number, self.times + 1
+        self.number, self.times, self.at = self.number or number, self.times + 1, self.at or time.monotonic()
 
     @property
     def status(self) -> int:
@@ -50,12 +52,14 @@ class Requested:
             time.sleep(min(POLL_SECONDS, seconds))
 
 
-def run_attempt(words: Sequence[str], attempt: Path, requested: Requested, look: Callable[[], None]) -> int:
-    """Run the command; returns its exit status once none of its processes is left. A signal to this process makes the
-    ranks of this host save, and with them all others. `look` is called now and then. Raises RequestError if the command
-    cannot be started."""
+def run_attempt(
+    words: Sequence[str], for_ranks: Mapping[str, str], requested: Requested, look: Callable[[], None]
+) -> int:
+    """Run the command, with these variables in its environment; returns its exit status once none of its processes is
+    left. A signal to this process makes the ranks of this host save, and with them all others. `look` is called now and
+    then. Raises RequestError if the command cannot be started."""
     mark = uuid.uuid4().hex
-    environment = os.environ | {MARK: mark, supervised.ENVIRONMENT: str(attempt.absolute())}
+    environment = {**os.environ, **for_ranks, MARK: mark}
     # Otherwise an agent whose rank changes as hosts come keeps the address of the earlier rank 0 (torch 2.13,
     # rendezvous/dynamic_rendezvous.py, next_rendezvous), and ranks wait for one another in two places.
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -68,26 +72,42 @@ def run_attempt(words: Sequence[str], attempt: Path, requested: Requested, look:
         raise RequestError(
             f"{words[0]} cannot be started: {error.strerror}. Give a launcher's command after --."
         ) from None
-    passed_on = 0
-    while (status := process.poll()) is None:
-        if requested.times > passed_on:
-            passed_on = requested.times
-            _pass_on(requested, mark, process)
-        time.sleep(POLL_SECONDS)
-        look()
-    _end_left_over(mark, requested)
+    try:
+        status = _wait(process, mark, requested, look)
+    finally:  # whatever happens to this process, no rank may train on without a supervisor
+        _end_left_over(mark, requested)
     return status if status >= 0 else 128 - status
 
 
-def _pass_on(requested: Requested, mark: str, process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to the ranks of this host, because launchers treat signals differently (docs/launch.md). The terminal has
-    sent SIGINT to them itself; a second one kills them."""
+def _wait(process: subprocess.Popen[bytes], mark: str, requested: Requested, look: Callable[[], None]) -> int:
+    """Until the launcher ends; returns what subprocess gives as its status."""
+    passed_on, interrupted = 0, set[psutil.Process]()
+    while (status := process.poll()) is None:
+        if requested.times > passed_on:
+            passed_on = requested.times
+            interrupted = _pass_on(requested, mark, process)
+        if interrupted and time.monotonic() - requested.at > INTERRUPTED_SECONDS:
+            members = _marked(mark)
+            if interrupted <= set(members):  # none has ended, so it was no terminal, but `kill -INT`
+                _signal(_ranks(members) or [psutil.Process(process.pid)], signal.SIGINT)
+            interrupted.clear()
+        time.sleep(POLL_SECONDS)
+        look()
+    return status
+
+
+def _pass_on(requested: Requested, mark: str, process: subprocess.Popen[bytes]) -> set[psutil.Process]:
+    """SIGTERM to the ranks of this host, because launchers treat signals differently (docs/launch.md). A terminal sends
+    SIGINT to them itself: returned are those that should then end. A second one kills them."""
     members = _marked(mark)
-    if requested.number == signal.SIGINT:
-        if requested.times > 1:
-            _signal(members, signal.SIGKILL)
-        return
-    _signal(_ranks(members) or [psutil.Process(process.pid)], signal.SIGTERM)
+    ranks = _ranks(members) or [psutil.Process(process.pid)]
+    if requested.number != signal.SIGINT:
+        _signal(ranks, signal.SIGTERM)
+    elif requested.times > 1:
+        _signal(members, signal.SIGKILL)
+    else:
+        return set(ranks)
+    return set()
 
 
 def _end_left_over(mark: str, requested: Requested) -> None:
@@ -127,7 +147,7 @@ def _signal(processes: Sequence[psutil.Process], number: int) -> None:
             process.send_signal(number)
 
 
-def end_of(attempt: Path, status: int, command: Supervised) -> End:
+def end_of(attempt: Path, status: int, command: Command) -> End:
     """How the attempt ended. What a rank has told of itself counts for more than the launcher's exit status."""
     number = supervised.number_of(attempt)
     own = [one for one in supervised.told(attempt.parent) if one.get("attempt") == number]
@@ -136,6 +156,8 @@ def end_of(attempt: Path, status: int, command: Supervised) -> End:
     first = next((one for one in ended if one.get("status") != 0), {})
     if any(one.get("status") == 0 for one in ended) or (status == 0 and command.hosts is None):
         status = 0
+    elif first.get("status") == INTERRUPTED and first.get("host") != socket.gethostname():
+        status = TRY_AGAIN  # Ctrl-C is for the host of its terminal; here it is a host that is lost
     else:  # torchrun ends with 0 on a host that was not needed, once the others fail
         status = int(first.get("status", status)) or TRY_AGAIN
     step, was_read = _step_of(attempt)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +27,7 @@ KEEP_ALIVE_SECONDS = 30
 
 
 @dataclass(frozen=True)
-class Supervised:
+class Command:
     """`launcher` are the words before the recipe. If hosts may come and go, `hosts` are the fewest and the most, and
     `launcher` lacks `--nnodes` and `--rdzv_conf`; else `hosts` is None. `folder` is the run folder."""
 
@@ -41,6 +43,11 @@ class Supervised:
         """Where the supervisors of all hosts and the ranks meet."""
         return self.folder / SUPERVISION
 
+    @property
+    def digest(self) -> str:
+        """Tells whether it is the recipe and the flags of an earlier start; the same on all hosts."""
+        return hashlib.sha256(json.dumps(self.recipe).encode()).hexdigest()[:16]
+
     def words(self, attempt: Path, fewest: int | None = None, most: int | None = None) -> list[str]:
         """The command of one attempt. For an elastic one, on `fewest` to `most` hosts (default: as given), which meet
         through a file in the attempt's folder: so no host is needed by the others, and what is left of an earlier
@@ -51,13 +58,14 @@ class Supervised:
         conf = self.rendezvous
         if KEEP_ALIVE not in conf:
             conf = ",".join(filter(None, (conf, f"{KEEP_ALIVE}={KEEP_ALIVE_SECONDS}")))
-        own = ["--nnodes", f"{fewest or self.hosts[0]}:{most or self.hosts[1]}", "--max_restarts", "0"]
+        most = most or self.hosts[1]
+        own = ["--nnodes", f"{min(fewest or self.hosts[0], most)}:{most}", "--max_restarts", "0"]
         own += ["--rdzv_backend", "c10d", "--rdzv_endpoint", str((attempt / "rendezvous").absolute())]
         own += ["--rdzv_id", attempt.name, "--rdzv_conf", f"store_type=file,{conf}"]
         return [*self.launcher[:place], *own, *self.launcher[place:], *self.recipe]
 
 
-def read_command(words: Sequence[str]) -> Supervised:
+def read_command(words: Sequence[str]) -> Command:
     """Raises RequestError for a command that names no recipe, or a run that could not be continued."""
     place = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
     if place is None:
@@ -74,8 +82,8 @@ def read_command(words: Sequence[str]) -> Supervised:
     if resume not in (None, "allow"):
         raise RequestError(f"--resume {resume}: a supervised run continues with --resume allow. Drop it.")
     recipe = (script, *flags, *(() if resume else ("--resume", "allow")))
-    supervised = Supervised(tuple(launcher), recipe, folder)
-    return _elastic(supervised) if any(Path(word).name in TORCHRUN for word in launcher) else supervised
+    plain = Command(tuple(launcher), recipe, folder)
+    return _elastic(plain) if any(Path(word).name in TORCHRUN for word in launcher) else plain
 
 
 def _of_run(script: str, flags: Sequence[str]) -> tuple[Path, str | None, str | None, bool]:
@@ -95,7 +103,7 @@ def _of_run(script: str, flags: Sequence[str]) -> tuple[Path, str | None, str | 
     return Path(given["output_dir"]).expanduser(), given["resume"], given["save_strategy"], overwrites
 
 
-def _elastic(plain: Supervised) -> Supervised:
+def _elastic(plain: Command) -> Command:
     """The same, for hosts that may come and go, if torchrun is given a range of them."""
     given, rest = _options(plain.launcher, "nnodes", "rdzv_conf")
     names = (*SET_HERE, *FOR_FIXED_HOSTS, "local_addr")
@@ -104,6 +112,11 @@ def _elastic(plain: Supervised) -> Supervised:
         if others["max_restarts"] not in (None, "0"):
             raise RequestError(
                 "--max_restarts of torchrun: `finetune supervise` restarts torchrun itself. Give it before the --."
+            )
+        if (fixed := given["nnodes"] or "1") != "1":
+            raise RequestError(
+                f"--nnodes {fixed}: the supervisors of several hosts meet only if it is a range. Give --nnodes "
+                f"{fixed}:{fixed}, and drop --node_rank, --master_addr and --rdzv_endpoint."
             )
         return plain
     found = RANGE.fullmatch(given["nnodes"] or "")

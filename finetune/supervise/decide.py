@@ -16,7 +16,7 @@ MOST_NAMED = 16  # samples
 class End:
     """How an attempt ended. `step` is the one that it was in, None if it was in none. `newest` is the step of the
     newest checkpoint, 0 without any. `samples` are those of `step` if it had failed before; None if unknown (a stream).
-    `ahead` are those that were read ahead, if it failed while reading. `splits_over` is the number of hosts among which
+    `ahead` are those that were read ahead, if it failed while reading. `most_hosts` is the number of hosts among which
     the global batch would divide, if it did not."""
 
     status: int
@@ -24,7 +24,7 @@ class End:
     newest: int
     samples: Sequence[int] | None = None
     ahead: Sequence[int] = ()
-    splits_over: int | None = None
+    most_hosts: int | None = None
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Judge:
         if end.newest > self.newest:
             self.newest, self.in_vain = end.newest, 0
         before, self.failed_in = self.failed_in, None
-        if end.status == WRONG_REQUEST and (end.splits_over or 0) >= self.fewest_hosts:
-            return self._again(f"the global batch does not divide among so many hosts, but among {end.splits_over}",
-                               end.splits_over)  # fmt: skip
+        if end.status == WRONG_REQUEST and (end.most_hosts or 0) >= self.fewest_hosts:
+            return self._again(f"the global batch does not divide among so many hosts, but among {end.most_hosts}",
+                               end.most_hosts)  # fmt: skip
         if end.status == WRONG_REQUEST:
             return Verdict("the request is wrong, and would be the next time")
         if end.status == INTERRUPTED:

@@ -13,8 +13,9 @@ from typing import Any
 
 from finetune.run import supervised
 from finetune.supervise.attempt import Requested, end_of, newest_step, run_attempt
-from finetune.supervise.command import Supervised, read_command
-from finetune.supervise.decide import TRY_AGAIN, Judge, Verdict
+from finetune.supervise.command import Command, read_command
+from finetune.supervise.decide import INTERRUPTED, TRY_AGAIN, Judge, Verdict
+from finetune.supervise.join import most_hosts_of, needs_all_hosts, next_attempt
 from finetune.training.checkpoints.lock import lock_run_folder
 
 KEPT_ATTEMPTS = 2
@@ -29,12 +30,13 @@ def supervise(words: Sequence[str], max_restarts: int) -> int:
     if command.hosts:  # one supervisor on each host; otherwise one in all
         place = command.home / f"host-{command.address or socket.gethostname()}"
     place.mkdir(parents=True, exist_ok=True)
-    lock_run_folder(place, "finetune supervise")
+    if note := lock_run_folder(place, "finetune supervise"):
+        print(note, file=sys.stderr, flush=True)
     return _Supervisor(command, max_restarts).run()
 
 
 class _Supervisor:
-    def __init__(self, command: Supervised, max_restarts: int) -> None:
+    def __init__(self, command: Command, max_restarts: int) -> None:
         self.command, self.home = command, command.home
         self.requested = Requested()
         self.shown = len(supervised.told(self.home))  # lines of the log that are older, or printed
@@ -42,27 +44,28 @@ class _Supervisor:
         self.judge = Judge(max_restarts, command.hosts[0] if command.hosts else 1, newest_step(command.folder))
 
     def run(self) -> int:
-        number, most_hosts = self._first(), None
+        number = self._next()
         while True:
-            verdict = self._attempt(self.home / f"attempt-{number}", most_hosts)
+            verdict = self._attempt(self.home / f"attempt-{number}")
             if isinstance(verdict, int):
                 return verdict
             self.requested.pause(verdict.pause_seconds or 0.0)
             if (status := self._told_to_stop(number)) is not None:
                 return status
-            number, most_hosts = max(number + 1, self._newest()), verdict.most_hosts
+            number = max(number + 1, self._next())
             if self.judge.failed_in is not None:
                 self._note_failure(self.home / f"attempt-{number}", self.judge.failed_in)
 
-    def _attempt(self, attempt: Path, most_hosts: int | None) -> Verdict | int:
+    def _attempt(self, attempt: Path) -> Verdict | int:
         """One attempt; the exit status if it was the last."""
         attempt.mkdir(exist_ok=True)
         number = supervised.number_of(attempt)
         self._forget_before(number)
         self._tell("attempt", f"attempt {number} starts", attempt=number)
         began = time.monotonic()
-        words = self.command.words(attempt, self._fewest_hosts(), most_hosts)
-        launcher_status = run_attempt(words, attempt, self.requested, self._look)
+        words = self.command.words(attempt, self._fewest_hosts(), most_hosts_of(self.home, number))
+        for_ranks = supervised.environment_of(attempt, self.command.digest)
+        launcher_status = run_attempt(words, for_ranks, self.requested, self._look)
         end = end_of(attempt, launcher_status, self.command)
         if end.status == 0:
             return self._stop(0, number, "the run is done")
@@ -76,29 +79,25 @@ class _Supervisor:
             "status": end.status,
             "step": end.step,
             "newest_checkpoint": end.newest,
+            "launcher_status": launcher_status,
+            "most_hosts": verdict.most_hosts,  # for all hosts that enter the next attempt, also those that come later
         }
-        self._tell(supervised.FAILED, f"{said}: {verdict.said}", **facts, launcher_status=launcher_status)
+        self._tell(supervised.FAILED, f"{said}: {verdict.said}", **facts)
         if verdict.pause_seconds is not None:
             return verdict
-        for_all = end.status != TRY_AGAIN
+        for_all = end.status not in (TRY_AGAIN, INTERRUPTED)
         facts = {"step": end.step, "samples": end.samples, "ahead": end.ahead, "for_all": for_all}
         return self._stop(end.status, number, verdict.said, **facts)
 
-    def _first(self) -> int:
-        """The attempt to begin with: the newest if other hosts may be in it, else a new one."""
-        newest = self._newest()
-        ends = (supervised.FAILED, supervised.STOPPED)
-        is_over = any(one["event"] in ends and one.get("attempt") == newest for one in supervised.told(self.home))
-        return newest if newest and self.command.hosts and not is_over else newest + 1
-
-    def _newest(self) -> int:
-        every = supervised.attempts_in(self.home)
-        return supervised.number_of(every[-1]) if every else 0
+    def _next(self) -> int:
+        return next_attempt(self.home, may_join=self.command.hosts is not None)
 
     def _fewest_hosts(self) -> int | None:
-        """A run begins with all hosts, because they define its global batch; None: as the command says."""
-        has_trained = supervised.last(supervised.told(self.home), supervised.TRAINING)
-        return None if has_trained or self.command.hosts is None else self.command.hosts[1]
+        """None: as the command says."""
+        if self.command.hosts is None:
+            return None
+        needs_all = needs_all_hosts(self.home, self.command.digest, newest_step(self.command.folder) > 0)
+        return self.command.hosts[1] if needs_all else None
 
     def _note_failure(self, attempt: Path, step: int) -> None:
         """For the ranks of the next attempt, which then write down the samples of that step."""
@@ -112,13 +111,13 @@ class _Supervisor:
                 shutil.rmtree(old, ignore_errors=True)
 
     def _told_to_stop(self, number: int) -> int | None:
-        """The exit status, if a signal asks this supervisor to stop, or if another host found in this attempt that
-        trying again makes no sense."""
+        """The exit status, if a signal asks this supervisor to stop, or if another host found in this attempt, or in
+        one that this host has missed, that trying again makes no sense."""
         if self.requested.number:
             return self._stop(self.requested.status, number, "a signal asked for it")
         stops = [one for one in supervised.told(self.home) if one["event"] == supervised.STOPPED]
         other: Mapping[str, Any] | None = next(
-            (one for one in stops if one.get("attempt") == number and one.get("for_all")), None
+            (one for one in stops if one.get("attempt", 0) >= number and one.get("for_all")), None
         )
         return None if other is None else self._stop(int(other["status"]), number, f"as {other['host']} did")
 
@@ -142,4 +141,4 @@ class _Supervisor:
         for one in records[self.shown :]:
             at = time.strftime("%H:%M:%S", time.localtime(one.get("time", 0)))
             print(f"supervise: {at} {one.get('host')}: {one.get('said')}", file=sys.stderr, flush=True)
-        self.shown = len(records)
+        self.shown = max(self.shown, len(records))  # fewer if the log cannot be read just now

@@ -37,9 +37,9 @@ class Position(TrainerCallback):
     def __init__(self, trainer: Closing, attempt: Path) -> None:
         self.trainer, self.attempt, self.launch = trainer, attempt, read_launch()
         self.file: int | None = None
-        failed = attempt / supervised.FAILED_AT
-        text = failed.read_text().strip() if failed.is_file() else ""
-        self.failed_at = int(text) if text.isdigit() else None
+        self.failed_at: int | None = None
+        with suppress(OSError, ValueError):  # most attempts have none
+            self.failed_at = int((attempt / supervised.FAILED_AT).read_text())
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         path = self.attempt / f"{supervised.POSITION}{self.launch.rank}"
@@ -71,14 +71,15 @@ class Position(TrainerCallback):
         seconds = None if stopped is None else round(time.time() - stopped, 1)
         again = "" if seconds is None else f", {seconds:.0f} s after it had stopped"
         batch = self.trainer.global_batch_size
-        facts = {"ranks": ranks, "hosts": hosts, "step": step, "global_batch_size": batch, "seconds": seconds}
+        facts: dict[str, Any] = {"attempt": supervised.number_of(self.attempt), "command": supervised.own_command()}
+        facts |= {"ranks": ranks, "hosts": hosts, "step": step, "global_batch_size": batch, "seconds": seconds}
         said = f"training on {ranks} rank(s) of {hosts} host(s) from step {step}, global batch {batch}{again}"
-        supervised.tell(home, supervised.TRAINING, said, attempt=supervised.number_of(self.attempt), **facts)
+        supervised.tell(home, supervised.TRAINING, said, **facts)
 
     def _read(self, step: int) -> None:
         if step == self.failed_at and self.launch.speaks:
             self.failed_at = None
-            with suppress(OSError):
+            with suppress(Exception):  # this only names samples; whatever is wrong with it must not end the training
                 (self.attempt / supervised.SAMPLES).write_text(json.dumps(self._samples_of(step)))
         self._write({"reading": step})
 

@@ -19,16 +19,22 @@ if "checkpoint" in row:
 for name in ("position-0", "samples.json"):
     if name in row:
         (attempt / name).write_text(json.dumps(row[name]))
-if row.get("rank says"):
+for number, event, facts in row.get("hosts tell", ()):
+    from finetune.run.supervised import tell
+
+    (attempt.parent / f"attempt-{number}").mkdir(exist_ok=True)
+    tell(attempt.parent, event, "so the test says", attempt=number, **facts)
+if "rank says" in row:
     from finetune.errors import RunError
     from finetune.run.supervised import tell_end
 
-    tell_end(row["rank says"], RunError("the disk is full"))
+    tell_end(row["rank says"], RunError("the disk is full") if row["rank says"] else None)
 if row.get("leaves a rank"):
     wait = "import time; time.sleep(600)"
     child = subprocess.Popen([sys.executable, "-c", wait], start_new_session=True, env={**os.environ, "RANK": "0"})
     (folder / "left").write_text(str(child.pid))
 if row.get("waits"):
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
     (folder / "waits").touch()
     time.sleep(60)

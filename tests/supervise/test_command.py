@@ -18,7 +18,7 @@ RECIPE = "recipes/seq_cls.py --output_dir runs/mine"
     [
         ("deepspeed --num_gpus 2", "--output_dir runs/mine", "runs/mine"),
         ("accelerate launch --config_file zero2.yaml", "--resume allow", "runs/seq_cls"),
-        ("python -m torch.distributed.run --nnodes=2", "--resume=allow", "runs/seq_cls"),
+        ("python -m torch.distributed.run --nnodes=1", "--resume=allow", "runs/seq_cls"),
         ("torchrun --standalone --nproc-per-node 2 --max-restarts 0", "--output_dir=runs/other", "runs/other"),
     ],
 )
@@ -52,6 +52,15 @@ def test_hosts_that_come_and_go_meet_through_the_folder_of_the_attempt(nnodes: s
     assert words[-5:] == [*RECIPE.split(), "--resume", "allow"]
     assert read.words(tmp_path / "attempt-1", 4)[words.index("--nnodes") + 1] == "4:4"
     assert read.words(tmp_path / "attempt-1", None, 2)[words.index("--nnodes") + 1] == "1:2"
+    assert read.words(tmp_path / "attempt-1", 4, 3)[words.index("--nnodes") + 1] == "3:3"
+
+
+def test_the_digest_tells_flags_from_others_and_not_hosts_from_one_another() -> None:
+    here, there, other = (
+        read_command(f"torchrun --nnodes 1:2 --local_addr {address} {RECIPE} {flag}".split()).digest
+        for address, flag in (("10.0.0.1", ""), ("10.0.0.2", ""), ("10.0.0.1", "--max_steps 7"))
+    )
+    assert here == there != other
 
 
 def test_the_module_of_torchrun_is_known_too(tmp_path: Path) -> None:
@@ -70,6 +79,8 @@ def test_the_module_of_torchrun_is_known_too(tmp_path: Path) -> None:
         ("python my_own.py", "Give --output_dir"),
         ("python my_own.py --output_dir x --save_strategy=no", "--save_strategy no"),
         (f"torchrun --nproc_per_node 2 --max_restarts 3 {RECIPE}", "--max_restarts"),
+        (f"torchrun --nnodes 2 {RECIPE}", "Give --nnodes 2:2"),
+        (f"torchrun --nnodes=2 --node_rank 0 {RECIPE}", "drop --node_rank"),
         (f"torchrun --nnodes 0:4 {RECIPE}", "--nnodes 0:4"),
         (f"torchrun --nnodes 4:2 {RECIPE}", "--nnodes 4:2"),
         (f"torchrun --nnodes a:b {RECIPE}", "--nnodes a:b"),

@@ -62,8 +62,8 @@ def test_without_a_known_step_nothing_is_blamed_on_samples() -> None:
 
 def test_a_batch_that_does_not_divide_is_tried_on_fewer_hosts() -> None:
     judge = Judge(9, fewest_hosts=2, newest=0)
-    verdict = judge.judge(failed(status=2, splits_over=2))
+    verdict = judge.judge(failed(status=2, most_hosts=2))
     assert (verdict.most_hosts, verdict.pause_seconds) == (2, 1.0)
-    assert judge.judge(failed(status=2, splits_over=1)).pause_seconds is None  # fewer than --nnodes allows
-    assert judge.judge(failed(status=2, splits_over=0)).pause_seconds is None
+    assert judge.judge(failed(status=2, most_hosts=1)).pause_seconds is None  # fewer than --nnodes allows
+    assert judge.judge(failed(status=2, most_hosts=0)).pause_seconds is None
     assert judge.judge(failed()).most_hosts is None  # after another failure, all that are left again

@@ -18,6 +18,15 @@ from conftest import REPO
 from finetune.run.supervised import LOG, told
 
 FAKE = Path(__file__).with_name("fake_recipe.py")
+TORCHRUN = f"""#!{sys.executable}
+import os, sys
+from pathlib import Path
+words = sys.argv[1:]
+with open(Path(sys.argv[0]).with_name("nnodes"), "a") as given:
+    print(words[words.index("--nnodes") + 1], words[words.index("--rdzv_id") + 1], file=given)
+place = next(i for i, word in enumerate(words) if word.endswith(".py"))
+os.execv(sys.executable, [sys.executable, *words[place:]])
+"""
 
 
 def command(folder: Path, plan: list[dict[str, Any]], *words: str) -> list[str]:
@@ -29,6 +38,21 @@ def command(folder: Path, plan: list[dict[str, Any]], *words: str) -> list[str]:
 def supervised(folder: Path, plan: list[dict[str, Any]], *words: str) -> subprocess.CompletedProcess[str]:
     run = command(folder, plan, *words)
     return subprocess.run(run, cwd=REPO, capture_output=True, text=True, check=False, timeout=60)
+
+
+def elastic(folder: Path, plan: list[dict[str, Any]], nnodes: str) -> subprocess.CompletedProcess[str]:
+    """Under a torchrun that starts one rank at once and writes down the hosts and the attempt that it is given."""
+    torchrun = folder.parent / "torchrun"
+    torchrun.write_text(TORCHRUN)
+    torchrun.chmod(0o755)
+    run = command(folder, plan)
+    place = run.index("--") + 1
+    run[place : place + 1] = [str(torchrun), "--nnodes", nnodes]
+    return subprocess.run(run, cwd=REPO, capture_output=True, text=True, check=False, timeout=60)
+
+
+def rendezvous(folder: Path) -> list[str]:
+    return (folder.parent / "nnodes").read_text().splitlines()
 
 
 def starts(folder: Path) -> int:
@@ -112,6 +136,59 @@ def test_a_rank_that_outlives_its_launcher_ends_before_the_next_attempt(tmp_path
     done = supervised(folder, [{"status": -9, "leaves a rank": True}, {"status": 0}])
     assert done.returncode == 0, done.stderr
     assert has_ended(int((folder / "left").read_text()))
+
+
+def test_a_host_does_not_join_an_attempt_that_others_have_given_up(tmp_path: Path) -> None:
+    """It would wait there for hosts that are in the next one."""
+    given_up = [[2, "attempt", {}], [2, "attempt failed", {}]]
+    plan: list[dict[str, Any]] = [{"status": 1, "hosts tell": given_up}, {"status": 0, "rank says": 0}]
+    done = elastic(tmp_path / "run", plan, "1:2")
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[1] for line in rendezvous(tmp_path / "run")] == ["attempt-1", "attempt-3"]
+
+
+def test_a_host_stops_where_others_found_that_trying_again_makes_no_sense(tmp_path: Path) -> None:
+    stopped = [[2, "attempt failed", {}], [2, "stopped", {"status": 2, "for_all": True}]]
+    plan: list[dict[str, Any]] = [{"status": 1, "hosts tell": stopped}, {"status": 0, "rank says": 0}]
+    done = elastic(tmp_path / "run", plan, "1:2")
+    assert done.returncode == 2, done.stderr
+    assert starts(tmp_path / "run") == 1
+
+
+def test_a_run_continues_on_the_hosts_among_which_its_batch_divides(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    told_before = [[1, "training", {"command": None}], [1, "rank ended", {"status": 2, "most_hosts": 3}]]
+    plan: list[dict[str, Any]] = [
+        {"status": 1, "hosts tell": told_before},
+        {"status": 1},
+        {"status": 0, "rank says": 0},
+    ]
+    done = elastic(folder, plan, "1:4")
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in rendezvous(folder)] == ["4:4", "3:3", "4:4"]  # it has never trained
+
+
+def test_ctrl_c_on_another_host_only_takes_that_host_away(tmp_path: Path) -> None:
+    elsewhere = [[1, "rank ended", {"status": 130, "host": "elsewhere"}]]
+    plan: list[dict[str, Any]] = [{"status": 1, "hosts tell": elsewhere}, {"status": 1, "rank says": 130}]
+    done = elastic(tmp_path / "run", plan, "1:2")
+    assert done.returncode == 130, done.stderr
+    assert starts(tmp_path / "run") == 2
+    assert not told(tmp_path / "run" / "_supervise")[-1]["for_all"]
+
+
+def test_an_interrupt_that_no_terminal_sends_reaches_the_run_too(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = command(folder, [{"status": 0, "waits": True}])
+    with subprocess.Popen(run, cwd=REPO, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_for(folder / "waits")
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 130, said
+    assert "stopped with status 130: a signal asked for it" in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

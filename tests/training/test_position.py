@@ -88,6 +88,21 @@ def test_the_samples_of_a_step_that_has_failed_are_written(step: int, epoch: int
     assert trainer.sampler.epoch == 7
 
 
+@pytest.mark.parametrize("text", ["²", "", "no number"])
+def test_a_step_that_cannot_be_read_ends_no_run(text: str, attempt: Path) -> None:
+    (attempt / supervised.FAILED_AT).write_text(text)
+    Position(a_trainer(), attempt).on_train_begin(None, TrainerState(), TrainerControl())
+    assert not (attempt / supervised.SAMPLES).exists()
+
+
+def test_samples_that_cannot_be_named_end_no_run(attempt: Path) -> None:
+    (attempt / supervised.FAILED_AT).write_text("1")
+    trainer = a_trainer()
+    trainer.args.gradient_accumulation_steps = 0  # whatever may be wrong
+    Position(trainer, attempt).on_train_begin(None, TrainerState(), TrainerControl())
+    assert position(attempt) == {"reading": 1}
+
+
 def test_of_a_stream_no_samples_are_known(attempt: Path) -> None:
     (attempt / supervised.FAILED_AT).write_text("1")
     Position(a_trainer(None), attempt).on_train_begin(None, TrainerState(), TrainerControl())
@@ -100,6 +115,18 @@ def test_the_first_start_tells_the_global_batch_to_the_next(attempt: Path) -> No
     assert batch_at_first_start() == BATCH
     tell(attempt.parent, "training", "of another batch", global_batch_size=99)
     assert batch_at_first_start() == BATCH
+
+
+def test_a_command_with_other_flags_begins_anew(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first may have run out of memory."""
+    for digest in ("large", "small"):
+        for name, value in supervised.environment_of(attempt, digest).items():
+            monkeypatch.setenv(name, value)
+        assert batch_at_first_start() is None
+        Position(a_trainer(), attempt).on_train_begin(None, TrainerState(), TrainerControl())
+        assert batch_at_first_start() == BATCH
+    tell(attempt.parent, "training", "with another batch", global_batch_size=99, command="else")
+    assert [supervised.has_begun_with(batch) for batch in (BATCH, 99, 4)] == [True, True, False]
 
 
 def test_a_start_tells_how_long_training_stood_still(attempt: Path) -> None:

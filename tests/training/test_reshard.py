@@ -460,7 +460,12 @@ def test_a_supervised_run_keeps_the_batch_of_its_first_start(tmp_path: Path, mon
     settled, note = keep_global_batch(request, None)
     assert settled.value("gradient_accumulation_steps") == 4
     assert "4 instead of 2" in (note or "")
-    assert keep_global_batch(request, saved(tmp_path, 32)) == (settled, note)
+    assert "delete _supervise/ in the run folder" in (note or "")
+    with pytest.raises(UnevenBatchError, match="delete _supervise/"):
+        keep_global_batch(asked(3, None, *words), None)
+    kept, note = keep_global_batch(request, saved(tmp_path, 32))
+    assert kept == settled
+    assert "_supervise" not in (note or "")
     with pytest.raises(RequestError, match="Drop --gradient_accumulation_steps 2"):
         keep_global_batch(request, saved(tmp_path, 64))  # of another run
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from finetune.errors import RequestError, UnevenBatchError
-from finetune.run.files import PIPELINE_RECORD
+from finetune.run.files import PIPELINE_RECORD, SUPERVISION
 from finetune.run.run import Run
-from finetune.run.supervised import batch_at_first_start, hosts_of_launch
+from finetune.run.supervised import batch_at_first_start, has_begun_with, hosts_of_launch
 from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.manifest import MANIFEST, read_manifest
 
@@ -28,6 +28,7 @@ def keep_global_batch(run: Run, checkpoint: str | None) -> tuple[Run, str | None
     if micro * accumulation * ranks == batch:
         return run, None
     name = Path(checkpoint).name if checkpoint else "this run's first start"
+    forget = "" if checkpoint else f" To begin with another batch, delete {SUPERVISION}/ in the run folder."
     what = "pipelines" if stages else "groups of ranks" if run.sequence_parallel_size > 1 else "ranks"
     found = (
         f"--resume: {name} was trained with a global batch of {batch}, but this run has {micro} x {accumulation} x "
@@ -37,17 +38,17 @@ def keep_global_batch(run: Run, checkpoint: str | None) -> tuple[Run, str | None
     if rest:
         raise UnevenBatchError(
             f"{found}. No number of accumulation steps keeps it: {batch} / ({micro} x {ranks}) is "
-            f"{batch / (micro * ranks):g}. {_mend(batch, micro, ranks, what)}",
+            f"{batch / (micro * ranks):g}. {_mend(batch, micro, ranks, what)}{forget}",
             _most_hosts(batch, micro, ranks),
         )
-    if ACCUMULATION in run.given and batch != batch_at_first_start():
+    if ACCUMULATION in run.given and not has_begun_with(batch):
         raise RequestError(
             f"{found}. Drop --gradient_accumulation_steps {accumulation} (also from a YAML), and it is set to keep the "
             f"batch: {micro} x {needed} x {ranks} = {batch}."
         )
     note = (
         f"resume: --gradient_accumulation_steps is {needed} instead of {accumulation}, to keep the global batch: "
-        f"{micro} x {needed} x {ranks} = {batch} ({FACTORS}{what})"
+        f"{micro} x {needed} x {ranks} = {batch} ({FACTORS}{what}){'.' if forget else ''}{forget}"
     )
     return run.settled("to keep the global batch", **{ACCUMULATION: needed}), note
 
