@@ -176,7 +176,10 @@ def _plan_options(command: argparse.ArgumentParser) -> None:
     add("--ranks", type=int, default=2, metavar="N", help="processes that --calibrate measures with (default 2)")
     from finetune.run.choose import recipes
 
-    flags = {flag.name: flag for recipe in recipes().values() for flag in recipe.flags.values()}
+    every = [flag for recipe in recipes().values() for flag in recipe.flags.values()]
+    flags = {
+        flag.name: flag for flag in sorted(every, key=lambda flag: flag.many)
+    }  # several values, if any recipe does
     add(
         "--recipe",
         choices=tuple(recipes()),

@@ -52,6 +52,8 @@ def _how_to_continue(run: Run) -> str:
     from finetune.training.checkpoints.manifest import checkpoints_in
 
     folder = Path(run.values["output_dir"])
+    if not folder.expanduser().is_dir():
+        return "Nothing has been written: start it again."
     saved = checkpoints_in(folder.expanduser())
     if not saved:
         return f"{folder} holds no checkpoint. Start again with --resume allow, or --overwrite_output_dir True."

@@ -113,6 +113,12 @@ def test_an_unknown_family_is_planned_by_its_parameters_a_layer(
     assert any("planned as a Llama" in note for note in found["notes"])
 
 
+def test_a_flag_takes_several_values_as_in_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    """--train_file takes one file in some recipes, several in others."""
+    assert main(["plan", "--model_size", "tiny", "--train_file", "a.jsonl:0.7", "b.jsonl:0.3"]) == 0
+    assert "gptlite" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -64,7 +64,11 @@ run_recipe(SEQ_CLS, main)
 @pytest.mark.parametrize(
     ("first", "says"),
     [
-        ("pass", "stopped. {} holds no checkpoint. Start again with --resume allow, or --overwrite_output_dir True."),
+        ("pass", "stopped. Nothing has been written: start it again."),
+        (
+            "os.makedirs(run.values['output_dir'])",
+            "stopped. {} holds no checkpoint. Start again with --resume allow, or --overwrite_output_dir True.",
+        ),
         (
             "[os.makedirs(f'{{run.values[\"output_dir\"]}}/checkpoint-{{step}}') for step in (9, 12)]",
             "stopped. {}/checkpoint-12 is the newest checkpoint; --resume auto continues from the newest valid one.",
