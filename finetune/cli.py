@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from finetune import __version__
-from finetune.errors import FinetuneError, RequestError
+from finetune.errors import INTERRUPTED, FinetuneError, RequestError
 from finetune.privacy import shown
 from finetune.run.command_line import CommandParser
 
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_status
     except KeyboardInterrupt:
         print("\nfinetune: stopped.", file=sys.stderr)
-        return 130  # 128 + SIGINT, the shells' convention
+        return INTERRUPTED
 
 
 class _RecipeFlag(argparse.Action):

@@ -2,6 +2,7 @@
 
 import errno
 
+INTERRUPTED = 130  # exit status after Ctrl-C: 128 + SIGINT, the shells' convention
 JOINERS = "\u200c\u200d"  # used within words of Persian and Hindi, and in emoji
 
 

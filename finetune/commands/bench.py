@@ -13,10 +13,8 @@ from finetune.bench.compare import CONFIDENCE, compare
 from finetune.bench.grid import read_grid
 from finetune.bench.result import Row, command_to_go_on, left_to_run, read_results, read_rows
 from finetune.bench.runner import Bench, progress_line
-from finetune.errors import RequestError
+from finetune.errors import INTERRUPTED, RequestError
 from finetune.host.hardware import gpu_names
-
-INTERRUPTED = 130  # 128 + SIGINT, the shells' convention
 
 
 def run(asked: argparse.Namespace) -> int:

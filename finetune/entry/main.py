@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from finetune.entry.here import resolve_here
-from finetune.errors import FinetuneError, InterruptedRunError, NothingToDoError
+from finetune.errors import INTERRUPTED, FinetuneError, InterruptedRunError, NothingToDoError
 from finetune.privacy import shown
 from finetune.run.help import help_of
 from finetune.run.importing import begin_imports
@@ -25,7 +25,6 @@ from finetune.run.supervised import own_attempt, tell_end
 SILENT_RANK_WAITS_SECONDS = 20.0
 INTERRUPTED_RANK_WAITS_SECONDS = 60.0  # while rank 0 closes its trackers; the launcher ends the others with rank 0
 AGENTS_NOTICE_SECONDS = 3.0  # an agent reads the rendezvous about once a second
-INTERRUPTED = 130  # 128 + SIGINT, the shell convention
 
 
 def run_recipe(recipe: Recipe, main: Callable[[Run], None]) -> None:

@@ -12,6 +12,7 @@ from finetune.report.page import Curves
 from finetune.report.run_folder import RunFolder
 from finetune.report.shapes import WIDE, Picture, Point
 from finetune.report.text import as_number, spelled
+from finetune.run.mixture import COUNT_OF_FILE, MOST_LOGGED, OF_FILE
 
 LOSS = "loss"
 TITLES = {
@@ -32,8 +33,6 @@ NOT_DRAWN = set(
     "comm_share_of_fp32".split()
 )
 MOST_PANELS = 14
-MOST_FILES = 20  # a run logs no more (finetune/training/source_losses.py, MOST_LOGGED)
-OF_FILE, COUNT_OF_FILE = "loss_", "learnt_tokens_"  # before a file's name: its training loss, and over how many tokens
 
 
 def curves_of(runs: Sequence[RunFolder]) -> Curves | None:
@@ -100,7 +99,7 @@ def _files(run: RunFolder) -> list[str]:
     """The files of a mixture whose training losses are logged."""
     keys = dict.fromkeys(key for row in run.logged for key, value in row.items() if as_number(value) is not None)
     names = [key.removeprefix(OF_FILE) for key in keys if key.startswith(OF_FILE)]
-    return [name for name in names if f"{COUNT_OF_FILE}{name}" in keys][:MOST_FILES]
+    return [name for name in names if f"{COUNT_OF_FILE}{name}" in keys][:MOST_LOGGED]
 
 
 def _panel_of_files(run: RunFolder, files: Sequence[str]) -> Panel:

@@ -11,6 +11,8 @@ from pathlib import Path
 from finetune.errors import RequestError
 
 WEIGHT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)")
+OF_FILE, COUNT_OF_FILE = "loss_", "learnt_tokens_"  # in logs, before a file's name: its training loss, and the tokens
+MOST_LOGGED = 20  # files in each log; train_results.json has all
 MOST_FILES = 10_000  # 20,000 take half a minute to check
 
 

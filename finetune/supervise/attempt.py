@@ -17,10 +17,10 @@ from typing import Any
 
 import psutil
 
-from finetune.errors import RequestError
+from finetune.errors import INTERRUPTED, RequestError
 from finetune.run import supervised
 from finetune.supervise.command import Command
-from finetune.supervise.decide import INTERRUPTED, TRY_AGAIN, End
+from finetune.supervise.decide import TRY_AGAIN, End
 from finetune.training.checkpoints.manifest import CHECKPOINT, checkpoints_in
 
 MARK = "FINETUNE_SUPERVISOR"  # in the environment of every process that comes of a supervisor's command

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from finetune.errors import BusyError, RequestError
+from finetune.errors import INTERRUPTED, BusyError, RequestError
 
-TRY_AGAIN, WRONG_REQUEST, INTERRUPTED = BusyError.exit_status, RequestError.exit_status, 130
+TRY_AGAIN, WRONG_REQUEST = BusyError.exit_status, RequestError.exit_status
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 MOST_NAMED = 16  # samples
 

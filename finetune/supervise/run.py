@@ -11,10 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from finetune.errors import INTERRUPTED
 from finetune.run import supervised
 from finetune.supervise.attempt import Requested, end_of, newest_step, run_attempt
 from finetune.supervise.command import Command, read_command
-from finetune.supervise.decide import INTERRUPTED, TRY_AGAIN, Judge, Verdict
+from finetune.supervise.decide import TRY_AGAIN, Judge, Verdict
 from finetune.supervise.join import most_hosts_of, needs_all_hosts, next_attempt
 from finetune.training.checkpoints.lock import lock_run_folder
 

@@ -13,7 +13,7 @@ from finetune.errors import RequestError
 from finetune.run.accelerate_plugin import config_of_fields
 from finetune.run.conflicts import BY_METRIC
 from finetune.run.engine import deepspeed_by_accelerate
-from finetune.run.files import IDENTITY
+from finetune.run.files import IDENTITY, SETTLED
 from finetune.run.flag import FILE, FOLDER, NAME_OR_PATH, TEMPLATE
 from finetune.run.on_resume import EVALUATED, ROWS, named
 from finetune.run.on_resume_deepspeed import arithmetic_of, changed_arithmetic
@@ -28,9 +28,12 @@ from finetune.training.start import Session
 from finetune.versions import versions
 
 # Keys of a model's config that affect neither its weights nor what it computes with them.
-NO_SHAPE = """_name_or_path transformers_version dtype torch_dtype use_cache architectures thresholds text_columns
+NO_SHAPE = (
+    """_name_or_path transformers_version dtype torch_dtype use_cache architectures
     _commit_hash _attn_implementation gradient_checkpointing label2id output_attentions output_hidden_states
     return_dict""".split()
+    + [*SETTLED]
+)
 LONGEST = 200  # characters; longer values are stored as a digest
 # In a DeepSpeed config's optimizer and scheduler: keys that flags also set (transformers 5.23, integrations/
 # deepspeed.py, trainer_config_process, fills them or requires equality), and types equivalent to having no section.

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from finetune.data.numbered import NUMBER
 from finetune.data.packing import IGNORED
 from finetune.models.chunked_loss import LossHead
+from finetune.run.mixture import COUNT_OF_FILE, MOST_LOGGED, OF_FILE
 
-MOST_LOGGED = 20  # files in each log; train_results.json has all
 SLICE_TOKENS = 256  # rows of logits whose loss is computed at a time: little memory beside the model's own
 
 
@@ -78,7 +78,7 @@ class SourceLosses:
         self.total, self.now = self.total + sums, torch.zeros_like(self.now)
         found: dict[str, float] = {}
         for name, (nats, tokens) in zip(self.names, sums.tolist(), strict=True):
-            found |= {f"loss_{name}": nats / tokens, f"learnt_tokens_{name}": int(tokens)} if tokens else {}
+            found |= {f"{OF_FILE}{name}": nats / tokens, f"{COUNT_OF_FILE}{name}": int(tokens)} if tokens else {}
         return found if len(self.names) <= MOST_LOGGED else {}
 
     def means(self, gather: Any) -> dict[str, dict[str, float]]:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPO, Finished, engine, gate_has, launch
+from exact_runs import GLOBAL_BATCH, ONE_A_BLOCK, PACKED, RECIPE, SHORT
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -28,23 +29,11 @@ from tiny_models import GROUPED, tokenizer
 
 pytestmark = pytest.mark.usefixtures("built_ops")
 
-RECIPE = "recipes/causal_lm.py"
-GLOBAL_BATCH = 4
-SHORT = {
-    "max_steps": 3,
-    "logging_steps": 1,
-    "do_eval": False,
-    "save_strategy": "no",
-    "bf16": False,
-    "learning_rate": 1e-3,
+ROUTED = {
+    **SHORT,
     "adam_epsilon": 1e-4,  # the usual 1e-8 would turn rounding in tiny gradients into whole steps
-    "warmup_steps": 0,
-    "block_size": 64,
-    "sample_tokens": 0,
-    "max_grad_norm": "inf",  # measured, and not clipped
     "router_aux_loss_coef": 0.5,
 }
-ONE_A_BLOCK, PACKED = {"packing": "none"}, {"packing": "bfd", "document_mask": True}
 COMMON = {**GROUPED, "num_hidden_layers": 2, "num_experts_per_tok": 2, "head_dim": 8, "initializer_range": 0.1}
 DEEPSEEK = {
     **{name: value for name, value in COMMON.items() if name != "head_dim"},
@@ -103,14 +92,14 @@ def trained(home: Path) -> Callable[..., Finished]:
             flags = {"train_file": home / "rows.jsonl", "model_name_or_path": saved(home / model, model), **values}
             launcher = "python" if ranks == 1 else "torchrun"
             folder = Path(tempfile.mkdtemp(dir=home)) / "run"
-            made[key] = launch(launcher, folder, {**SHORT, **flags}, ranks=ranks, recipe=RECIPE)
+            made[key] = launch(launcher, folder, {**ROUTED, **flags}, ranks=ranks, recipe=RECIPE)
         return made[key]
 
     return train
 
 
 def assert_same(run: Finished, truth: Finished, has_loss: bool = True) -> None:
-    assert len(run.steps) == len(truth.steps) == SHORT["max_steps"]
+    assert len(run.steps) == len(truth.steps) == ROUTED["max_steps"]
     for name in ("loss", "expert_load_max", "experts_idle", *(["router_loss"] if has_loss else [])):
         assert run.column(name) == pytest.approx(truth.column(name), rel=1e-6), name
     assert run.column("grad_norm") == pytest.approx(truth.column("grad_norm"), rel=2e-6)
@@ -191,7 +180,7 @@ def test_a_rank_whose_tokens_reach_other_experts_trains_on(
 
 
 def test_a_tiny_mixture_from_scratch_trains_saves_and_resumes(tmp_path: Path) -> None:
-    flags = {**SHORT, "model_size": "moe-tiny", "router_aux_loss_coef": None, "deepspeed": "none", "save_steps": 2}
+    flags = {**ROUTED, "model_size": "moe-tiny", "router_aux_loss_coef": None, "deepspeed": "none", "save_steps": 2}
     flags |= {"save_strategy": "steps", "max_train_samples": 3, "do_eval": True, "eval_strategy": "no"}
     flags |= {"max_eval_samples": 3, "config_overrides": "num_hidden_layers=2", "per_device_train_batch_size": 2}
     run = launch("python", tmp_path / "run", flags, recipe=RECIPE)
@@ -232,7 +221,7 @@ def test_adapters_of_experts_train_alike_and_open(model: str, home: Path, traine
 
 
 def test_adapters_of_sharded_experts_are_refused(home: Path, tmp_path: Path) -> None:
-    flags = {"train_file": home / "rows.jsonl", "model_name_or_path": saved(home / "gpt_oss", "gpt_oss"), **SHORT}
+    flags = {"train_file": home / "rows.jsonl", "model_name_or_path": saved(home / "gpt_oss", "gpt_oss"), **ROUTED}
     run = launch("python", tmp_path / "run", {**flags, **LORA, "deepspeed": "zero3"}, recipe=RECIPE, check=False)
     assert run.status == 2
     assert "an adapter on experts.down_proj, experts.gate_up_proj, but ZeRO-3 and FSDP shard weights" in run.errors[0]
@@ -252,7 +241,7 @@ def test_what_the_loss_does_not_go_with_is_refused(
     flags: dict[str, Any], said: str, home: Path, tmp_path: Path
 ) -> None:
     named = {"train_file": home / "rows.jsonl", "model_name_or_path": saved(home / "mixtral", "mixtral")}
-    values = {**SHORT, **named, **flags, "deepspeed": "none"}
+    values = {**ROUTED, **named, **flags, "deepspeed": "none"}
     run = launch("python", tmp_path / "run", values, recipe=RECIPE, check=False)
     assert run.status == 2
     assert said in run.errors[0]

@@ -17,6 +17,7 @@ import pytest
 import torch
 from conftest import LAUNCHERS, REPO, Finished, flags, gate_has, launch, run_warm
 from durability_runs import different_weights
+from exact_runs import GLOBAL_BATCH, ONE_A_BLOCK, PACKED, RECIPE, SHORT
 from safetensors.torch import load_file
 
 sys.path.append(str(REPO / "tests/generation"))
@@ -24,21 +25,7 @@ from tiny_models import saved
 
 pytestmark = pytest.mark.usefixtures("built_ops")
 
-RECIPE = "recipes/causal_lm.py"
-GLOBAL_BATCH = 4
-SHORT = {
-    "max_steps": 3,
-    "logging_steps": 1,
-    "do_eval": False,
-    "save_strategy": "no",
-    "bf16": False,
-    "learning_rate": 1e-3,
-    "warmup_steps": 0,
-    "block_size": 64,
-    "sample_tokens": 0,
-    "max_grad_norm": "inf",  # measured, and not clipped
-}
-ONE_A_BLOCK, PACKED, WRAPPED = {"packing": "none"}, {"packing": "bfd", "document_mask": True}, {"packing": "wrapped"}
+WRAPPED = {"packing": "wrapped"}
 
 
 @pytest.fixture(scope="module")

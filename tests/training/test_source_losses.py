@@ -14,7 +14,8 @@ from finetune.data.numbered import NUMBER
 from finetune.data.packing import IGNORED
 from finetune.models.chunked_loss import loss_head, use_chunked_loss
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
-from finetune.training.source_losses import MOST_LOGGED, SLICE_TOKENS, SourceLosses, token_losses
+from finetune.run.mixture import MOST_LOGGED
+from finetune.training.source_losses import SLICE_TOKENS, SourceLosses, token_losses
 
 VOCABULARY, CHUNK = 11, 5
 ENDS = [3, 7, 9]  # the blocks of three files
