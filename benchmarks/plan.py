@@ -26,9 +26,10 @@ from finetune.dsconfig.config import Config
 from finetune.plan.job import DEEPSPEED, FSDP, PIPELINE, TRAINER, Job
 from finetune.plan.machine import Link, Machine, find_machine
 from finetune.plan.memory import plan_memory
-from finetune.plan.model import model_of
+from finetune.plan.model import model_of, with_lora
 from finetune.plan.optimizers import Optimizer
 from finetune.plan.seconds import plan_seconds
+from finetune.plan.values import Lora
 from finetune.plan.zero import Zero, read_zero
 from finetune.report.colours import ACCENT, GRID, LIMIT, MUTED
 from finetune.report.scales import Scale, ticks_below, ticks_left
@@ -90,6 +91,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 HEADS = {"bert": "sequence_classification", "distilbert": "sequence_classification", "t5": "seq2seq_lm",
          "wide": "sequence_classification", "deep": "sequence_classification"}  # fmt: skip
+TARGETS = {"llama": ["q_proj", "v_proj"], "mixtral": ["q_proj", "v_proj"], "gpt2": ["c_attn"]}  # of adapters
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,10 @@ CASES = [
     *(Case(model, "fsdp", {"bf16": True}) for model in ("lite", "gpt2")),
     Case("lite", "fsdp", {"gradient_accumulation_steps": 2}),
     Case("lite_deep", "fsdp", {"activation_checkpoint_interval": 1}),
+    *(Case("llama", layout, {"lora_r": 8}) for layout in ("none", ZERO2, "zero3", "fsdp")),
+    *(Case(model, "fsdp", {"lora_r": 8}) for model in ("gpt2", "mixtral")),
+    *(Case("llama", "fsdp", {"lora_r": 8, **flags})
+      for flags in ({"bf16": True}, {"gradient_accumulation_steps": 2}, {"activation_checkpoint_interval": 1})),
 ]  # fmt: skip
 
 
@@ -187,6 +193,8 @@ def measure(case: Case, folder: Path) -> None:
     if isinstance(case.deepspeed, dict):
         (place / "ds.json").write_text(json.dumps(case.deepspeed["config"], indent=1))
     flags = {"bf16": False, **case.flags}
+    if "lora_r" in flags:
+        flags["adapter"] = json.dumps({"lora_r": flags.pop("lora_r"), "lora_target_modules": TARGETS[case.model]})
     argv = ["-m", "finetune.measure", "--model_config", str(place / "model.json"), "--result_dir", str(place)]
     argv += ["--timed_steps", "8", "--head", HEADS.get(case.model, "causal_lm"), "--sequence_tokens", str(case.tokens)]
     argv += ["--per_device_train_batch_size", str(case.micro_batch), "--output_dir", str(place / "run")]
@@ -214,6 +222,8 @@ def job_of(case: Case) -> Job:
         else named
     )
     flags = case.flags
+    if "lora_r" in flags:
+        model = with_lora(model, Lora(flags["lora_r"], tuple(TARGETS[case.model])))
     stages = flags.get("pipeline_parallel_size", 1)
     engine = ALONE[named] if isinstance(named, str) and named in ALONE else PIPELINE if stages > 1 else DEEPSPEED
     zero = (

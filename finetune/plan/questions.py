@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -121,17 +123,25 @@ def largest_model(known: dict[str, Job], machine: Machine, limits: Limits | None
 def known_models(
     described: Callable[[str], tuple[Run, list[str]]], machine: Machine, params_per_layer: int | None
 ) -> dict[str, tuple[Job, list[str]]]:
-    """The job and notes of each known model that the recipe can train. Raises RequestError if there is none."""
-    found, refused = dict[str, tuple[Job, list[str]]](), list[RequestError]()
+    """The job and notes of each known model that the recipe can train. Raises RequestError if there is none, with the
+    reason that most models share."""
+    found, refused = dict[str, tuple[Job, list[str]]](), dict[str, RequestError]()
     for name in model_names():
         try:
             run, notes = described(name)
             job, _, more = job_of(small(run), machine, params_per_layer)
         except RequestError as error:  # made for another task, or reads less than the block
-            refused.append(error)
+            refused[name] = error
             continue
         if job.model.head == (head_of(run) or job.model.head):
             found[name] = job, [*notes, *more]
+        else:
+            refused[name] = RequestError(f"it is planned for {job.model.head} only.")
     if not found:
-        raise refused[-1]
+        alike = {name: re.sub(r"'[^']*'|\d[\d,]*", "", str(error)) for name, error in refused.items()}
+        [(most, _)] = Counter(alike.values()).most_common(1)
+        name, error = next((name, refused[name]) for name, text in alike.items() if text == most)
+        raise RequestError(
+            f"--largest_model: this run can train none of the {len(refused)} known models. For example, {name}: {error}"
+        )
     return found

@@ -9,6 +9,7 @@ from typing import Any
 
 from finetune.errors import RequestError
 from finetune.plan.families import FAMILIES
+from finetune.plan.families.no_text import NO_TEXT
 from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, LABELLED, MASKED, SEQ2SEQ, SPANS, TAGS, VECTORS, Sizes
 from finetune.plan.families.t5 import SEQ2SEQS
 from finetune.plan.model import Model, head_of_class, is_block_linear, model_of, read_config
@@ -17,6 +18,7 @@ from finetune.plan.unknown import traced_model
 from finetune.plan.values import Lora
 from finetune.run.choose import candidates, is_told
 from finetune.run.conflicts import FILES
+from finetune.run.facts import tokens_flag
 from finetune.run.files import RUN_RECORD
 from finetune.run.flags.images import ImageModelArguments
 from finetune.run.flags.language import CausalModelArguments
@@ -125,6 +127,8 @@ def model_of_run(run: Run, params_per_layer: int | None, notes: list[str], flag:
             return _traced(config, run, str(given), notes)
         config = _alike(config, str(given), params_per_layer, notes)
     model, head = model_of(config, str(given)), head_of(run)
+    if model.family in NO_TEXT and tokens_flag(run):
+        raise RequestError(f"{run.said(flag)}: a {model.family} reads no text. Plan it with --recipe image_cls.")
     if head is not None and model.head != head:
         if head in (*FAMILIES[model.family].heads, VECTORS):
             model = model_of(config, str(given), head=head)

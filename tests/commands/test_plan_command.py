@@ -234,6 +234,11 @@ def test_a_flag_takes_several_values_as_in_a_recipe(capsys: pytest.CaptureFixtur
         (["--largest_model", "--model_name_or_path", "gpt2"], "cannot be combined with --model_name_or_path"),
         (["gpt2", "--largest_model", "--recipe", "image_cls"], "searches the known models"),
         (["gpt2", "--recipe", "image_cls"], "recipes/image_cls.py does not train text models"),
+        (["resnet-50", "--recipe", "embedding"], "a resnet reads no text. Plan it with --recipe image_cls"),
+        (
+            ["--largest_model", "--block_size", "99999999"],
+            r"can train none of the \d+ known models. For example, \S+: --block_size is 99999999",
+        ),
         (
             ["Llama-2-7b", "--gpu", "T4", "--no_search", "--longest"],
             "nothing fits on T4.*let the plan choose the layout",
