@@ -85,6 +85,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "pipeline": _of("pipeline", pipeline.render),
     "plan": _of("plan", plan.report),
     "plan_public": _of("plan_public", plan_public.page),
+    "post_training": _of("post_training", post_training.render),
     "profiling": _of("profiling", profiling.page),
     "reshard": _of("reshard", reshard.page),
     "resume_flags": lambda: resume_flags.page(_lines("resume_flags.jsonl")),

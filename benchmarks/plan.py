@@ -194,7 +194,8 @@ def measure(case: Case, folder: Path) -> None:
         (place / "ds.json").write_text(json.dumps(case.deepspeed["config"], indent=1))
     flags = {"bf16": False, **case.flags}
     if "lora_r" in flags:
-        flags["adapter"] = json.dumps({"lora_r": flags.pop("lora_r"), "lora_target_modules": TARGETS[case.model]})
+        adapter = {"lora_r": flags.pop("lora_r"), "lora_target_modules": TARGETS[case.model], "dtype": "float32"}
+        flags["adapter"] = json.dumps(adapter)
     argv = ["-m", "finetune.measure", "--model_config", str(place / "model.json"), "--result_dir", str(place)]
     argv += ["--timed_steps", "8", "--head", HEADS.get(case.model, "causal_lm"), "--sequence_tokens", str(case.tokens)]
     argv += ["--per_device_train_batch_size", str(case.micro_batch), "--output_dir", str(place / "run")]

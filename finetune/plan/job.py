@@ -119,7 +119,8 @@ class Job:
     def numbers(self) -> Numbers:
         is_fp16, half_weights = self.precision == "fp16", self.engine == FSDP or self.trains_half
         frozen = self.weight_bytes if self.engine == FSDP else self.frozen_bytes  # FSDP gathers all in one precision
-        return Numbers(frozen, self.device, self.attention, self.uses_autocast, is_fp16, half_weights)
+        saves_inputs = self.engine == DEEPSPEED and self.zero.stage == 3  # deepspeed 0.19.8, runtime/zero/linear.py
+        return Numbers(frozen, self.device, self.attention, self.uses_autocast, is_fp16, half_weights, saves_inputs)
 
 
 def tape_of(job: Job, part: Part | None = None) -> Tape:

@@ -99,7 +99,8 @@ class Tape(Recorder):
         x = self.cast(x, size)
         forward, of_input, of_weight = _products(rows, fan_in, fan_out)
         back = (*([of_input] if x.needs_grad else []), *([of_weight] if trains else []))
-        saves = [*([x] if trains else []), *(casts[-1:] if x.needs_grad else [])]
+        is_saved = trains or (self.numbers.saves_inputs and x.needs_grad)
+        saves = [*([x] if is_saved else []), *(casts[-1:] if x.needs_grad else [])]
         out = self.op(
             "linear", (x, *casts), rows * fan_out, saves=saves, gemms=(forward,), gemms_back=back,
             weights=() if casts else names[::-1],  # a bias's gradient comes first: a weight's passes a transpose

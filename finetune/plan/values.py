@@ -24,6 +24,7 @@ class Numbers:
     autocast: bool = False
     is_fp16: bool = False  # half precision is fp16, not bf16
     half_weights: bool = False  # under autocast trained weights are in half precision too: by FSDP or --dtype
+    saves_inputs: bool = False  # linear layers save their input even if the weight is frozen, as ZeRO-3's own do
 
     @property
     def is_half(self) -> bool:

@@ -8,11 +8,15 @@ A pickle creates them with `__new__` and fills them with `__setstate__`, as in t
 from __future__ import annotations
 
 import math
+import platform
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+
+from finetune.errors import RequestError
 
 ZERO_STAGES = ("disabled", "optimizer_states", "gradients", "weights")  # index = stage number
 NUMBERS = {"u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f4", "f8"}  # the dtypes in a random generator's state
@@ -140,6 +144,17 @@ class Word(_StandIn):
         return object.__new__(cls)
 
 
+class LocalPath(Word):
+    """A path as Python 3.13 pickles it. Older ones cannot import its module, which torch would find out."""
+
+    def __new__(cls, *given: Any) -> Any:
+        if sys.version_info < (3, 13):
+            raise RequestError(
+                f"Python {platform.python_version()} cannot open sharded checkpoints that Python 3.13 wrote. Use that."
+            )
+        return super().__new__(cls, *given)
+
+
 class MemoryFormat(Word):
     """torch's _MEM_FORMAT_ENCODING."""
 
@@ -202,6 +217,7 @@ SHARDED: Names = DTYPES | {  # for a `.metadata`
     "torch.serialization._get_layout": Word,
     "torch.Size": Size,
     "pathlib.PosixPath": Word,
+    "pathlib._local.PosixPath": LocalPath,
 }
 
 # The subset of what torch allows under weights_only that checkpoints hold. bytearray, for one, is left out: torch would

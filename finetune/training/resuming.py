@@ -45,6 +45,7 @@ class GoOn(TrainerCallback):
                 trainer.saves.go_on()
                 print(f"going on from {trainer.saves.chosen}, after step {state.global_step}", flush=True)
         replay_cpu_adam(trainer.optimizer)
+        keep_off_triton(trainer.optimizer)
 
 
 class Epochs(TrainerCallback):
@@ -177,6 +178,16 @@ def replay_cpu_adam(optimizer: Any) -> None:
         optimizer.ds_opt_adam.adam_update(
             *(optimizer.opt_id, step, 0.0, *group["betas"], group["eps"], 0.0, group["bias_correction"]), *numbers
         )
+
+
+def keep_off_triton(optimizer: Any) -> None:
+    """Make an optimizer of torch-optimi that steps weights on a CPU use torch's own operators.
+
+    If Triton is installed, as it is beside torch's CUDA build, torch-optimi chooses it before it looks at the first
+    weight, and a step on a CPU fails (torch-optimi 0.3.3, optimi/stableadamw.py, _init_group)."""
+    for group in innermost(optimizer).param_groups:
+        if "triton" in group and all(p.device.type == "cpu" for p in group["params"]):
+            group["triton"] = False
 
 
 @contextmanager

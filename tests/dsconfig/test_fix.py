@@ -59,9 +59,10 @@ def _leaves(node: Any, name: str) -> Any:
 def test_fix_changes_nothing_that_it_does_not_name(seed: int, engine: str) -> None:
     (text,) = configs(2, seed).popitem()[1:]
     run = run_of(engine=engine, arguments={}, has_cuda=None)
-    before, after = resolved(text), resolved(mended(text, run))
-    if before is None:
+    before = resolved(text)
+    if before is None:  # DeepSpeed alone refuses it; so it would an "auto" size, which the Trainer fills
         return
+    after = resolved(json.dumps({key: one for key, one in json.loads(mended(text, run)).items() if one != "auto"}))
     assert after is not None, "what DeepSpeed took it takes still"
     said = " ".join(placed.finding.message for one in mendings(text, run) for placed in check(one, run).found)
     for name in before.keys() | after.keys():

@@ -139,10 +139,11 @@ def test_an_adapter_is_resumed_as_it_was_and_trained_further(
     assert len(resumed.steps) == 6
     again = load_file(resumed.folder / "adapter_model.safetensors")
     assert all(torch.equal(again[name], weight) for name, weight in weights.items())
-    further = {"use_peft": True, "model_name_or_path": first.folder, "per_device_train_batch_size": 8}
-    on = train("seq_cls", tmp_path / "on", further)
-    assert on.steps[0]["loss"] < first.steps[0]["loss"]
-    assert load_file(on.folder / "adapter_model.safetensors").keys() == weights.keys()
+    further = {"use_peft": True, "model_name_or_path": first.folder, "max_steps": 1, "learning_rate": 1e-4}
+    on = load_file(train("seq_cls", tmp_path / "on", further).folder / "adapter_model.safetensors")
+    assert on.keys() == weights.keys()
+    assert all(torch.allclose(on[name], weight, rtol=0, atol=2e-4) for name, weight in weights.items())
+    assert not all(torch.equal(on[name], weight) for name, weight in weights.items())
 
 
 @pytest.mark.parametrize(

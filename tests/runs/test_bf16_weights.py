@@ -12,7 +12,9 @@ import torch
 from conftest import Finished, launch
 from safetensors.torch import load_file
 
-pytest.importorskip("optimi", reason="torch-optimi (extra dev) is not installed")
+from finetune.training.resuming import keep_off_triton
+
+optimi = pytest.importorskip("optimi", reason="torch-optimi (extra dev) is not installed")
 
 KAHAN = {"dtype": "bfloat16", "optim": "stable_adamw"}
 SHAPE = "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,max_position_embeddings=64"
@@ -80,6 +82,18 @@ def test_two_ranks_learn_what_one_does(kept: Finished, base: Path, tmp_path: Pat
     values = {**KAHAN, "model_name_or_path": base, "per_device_train_batch_size": 4}
     two = train(tmp_path / "run", values, ranks=2)
     assert two.column("loss") == pytest.approx(kept.column("loss"), rel=NOISE)
+
+
+def test_weights_on_a_cpu_are_stepped_by_torchs_own_operators() -> None:
+    """Beside torch's CUDA build, torch-optimi would choose Triton."""
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = optimi.StableAdamW([weight], lr=0.1)
+    keep_off_triton(optimizer)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert optimizer.param_groups[0]["triton"] is False
+    keep_off_triton(plain := torch.optim.SGD([weight], lr=0.1))
+    assert "triton" not in plain.param_groups[0]
 
 
 def test_small_steps_add_up_where_they_are_kept_and_are_lost_where_they_round_away(base: Path, tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import io
 import os
 import pickle
 import struct
+import sys
 import zipfile
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,20 @@ def test_metadata_that_leads_out_of_its_folder_is_refused(name: str, tmp_path: P
         info.relative_path = name
     put(tmp_path / ".metadata", pickle.dumps(metadata))
     assert "outside its folder" in assert_refused(tmp_path / ".metadata", tmp_path / "canary")
+
+
+def test_a_sharded_checkpoint_of_python_313_is_taken_there_alone(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"weight": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    of_another = pickle.dumps(pickle.loads((tmp_path / ".metadata").read_bytes()), 2)
+    of_another = of_another.replace(b"cpathlib._local\n", b"cpathlib\n")
+    put(tmp_path / ".metadata", of_another)
+    refuse_unsafe(tmp_path / ".metadata")
+    put(tmp_path / ".metadata", of_another.replace(b"cpathlib\n", b"cpathlib._local\n"))
+    refused = pytest.raises(RequestError, match="sharded checkpoints that Python 3")
+    with nullcontext() if sys.version_info >= (3, 13) else refused:
+        refuse_unsafe(tmp_path / ".metadata")
 
 
 def bytearray_bomb() -> bytes:

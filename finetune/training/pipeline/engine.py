@@ -11,6 +11,7 @@ import torch
 from transformers import Trainer
 
 from finetune.training.pipeline.stages import Cut, weight_names
+from finetune.training.resuming import keep_off_triton
 from finetune.training.schedules import make_schedule
 
 UNUSED = "unused"  # a weight that fills an empty group of the optimizer
@@ -59,4 +60,6 @@ def _optimizer(module: Any, named: Named, args: Any) -> tuple[Any, list[Named]]:
             group[UNUSED] = torch.nn.Parameter(torch.zeros(1, device=args.device))
             module.register_parameter(UNUSED, group[UNUSED])
         given.append({"params": list(group.values()), "weight_decay": rate})
-    return kind(given, **settings), groups
+    optimizer = kind(given, **settings)
+    keep_off_triton(optimizer)
+    return optimizer, groups
