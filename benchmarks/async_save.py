@@ -245,7 +245,9 @@ def kills(rows: list[dict[str, Any]]) -> str:
         torn, lost = sum(not row["newest_is_whole"] for row in struck), sum(bool(row["lost_steps"]) for row in struck)
         equal = sum(row["ended"] and not row["weights_apart"] for row in chains)
         lines.append(f"{run} | {len(struck)} | {hit} | {torn} | {lost} | {equal} of {len(chains)}")
-    return "\n".join(f"| {line} |" for line in lines)
+    struck = [row for row in rows if "kill" in row]
+    hit = sum(row["hit"].startswith("save") for row in struck)
+    return "\n".join(f"| {line} |" for line in lines) + f"\n\nIn all {len(struck)} kills, {hit} during a write."
 
 
 PAGE = """# How long a save stalls training
@@ -273,10 +275,10 @@ hashing and flushing run in the background), and other disks.
 KILLED = """
 ## Kills
 
-`python benchmarks/faults.py --async_save on --runs RUN --kills N --chains 1` kills ranks and launchers by SIGKILL and
-resumes the run. Each row is one such command: a chain of kills and resumes in a single run folder. The end of each
-chain is compared with a run that was not killed and that saved synchronously. The data is in faults_async.jsonl.
-Saved steps are those in the newest complete checkpoint.
+`python benchmarks/faults.py --async_save on --runs RUN --kills N --chains C` kills ranks and launchers by SIGKILL and
+resumes the run. A chain is one run folder that is killed and resumed up to N times; its end is compared with a run that
+was not killed and that saved synchronously. The data is in faults_async.jsonl. Saved steps are those in the newest
+complete checkpoint.
 
 {kills}
 """

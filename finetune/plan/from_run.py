@@ -117,7 +117,7 @@ def job_of(
 
 def _saves_beside_from(run: Run) -> int | None:
     """Ignores what a run finds only when it starts: too little memory, or a tracker that uploads checkpoints."""
-    if run.value("save_strategy") == "no" or run.value("save_on_each_node") or run.stages is not None:
+    if run.value("save_strategy") == "no" or run.value("save_on_each_node"):
         return None
     return {"on": 0, "auto": WORTH_BYTES}.get(run.value("async_save"))
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from finetune.plan.engines.resident import PARAMETERS
 from finetune.plan.job import FSDP, PIPELINE, TRAINER, Job
 from finetune.plan.machine import Machine
 from finetune.plan.memory import COPIED, SAVED, RankMemory, plan_memory
@@ -62,11 +63,14 @@ def host_of_node(job: Job, ranks: Sequence[RankMemory]) -> dict[str, int]:
     the first rank of each stage gathers. Ranks are numbered stage by stage."""
     here = min(job.world_size, job.ranks_per_node)
     most = max((rank.host for rank in ranks), key=lambda host: sum(host.values()))
-    saved = Counter[int]()
+    saved, weights = Counter[int](), Counter[int]()
     for stage in range(job.stages):
-        saved[stage * job.data_parallel_size // job.ranks_per_node] += ranks[stage].saving_host_bytes
+        node = stage * job.data_parallel_size // job.ranks_per_node
+        saved[node] += ranks[stage].saving_host_bytes
+        weights[node] += ranks[stage].resident.get(PARAMETERS, 0)
     held = {kind: here * size for kind, size in most.items()} | {SAVED: max(saved.values())}
-    return held | ({COPIED: copied_bytes(job)} if is_saved_beside(job) else {})
+    share = max(weights.values()) / weights.total() if job.stages > 1 else 1.0
+    return held | ({COPIED: copied_bytes(job, share)} if is_saved_beside(job) else {})
 
 
 def is_saved_beside(job: Job) -> bool:
@@ -75,12 +79,15 @@ def is_saved_beside(job: Job) -> bool:
     return job.saves_beside_from is not None and weights + states >= job.saves_beside_from
 
 
-def copied_bytes(job: Job) -> int:
+def copied_bytes(job: Job, share: float = 1.0) -> int:
     """Bytes of an asynchronously saved checkpoint on the node of rank 0: the weights, and optimizer states and masters,
-    of which under DeepSpeed each node has its part. FSDP writes its shards synchronously."""
+    of which under DeepSpeed each node has its part. FSDP writes its shards synchronously. The first rank of a
+    pipeline's stage copies all of the stage; `share` is that of the stages that begin on the fullest node."""
     weights, states = _saved_bytes(job)
     if job.engine == FSDP:
         return weights // 2
+    if job.engine == PIPELINE:
+        return int(share * (weights + states))
     if job.engine == TRAINER:
         return weights + states
     return weights + int(states * min(job.ranks_per_node, job.world_size) / job.world_size)
@@ -88,10 +95,12 @@ def copied_bytes(job: Job) -> int:
 
 def _saved_bytes(job: Job) -> tuple[int, int]:
     """Bytes of a checkpoint over all ranks: weights, which FSDP and DeepSpeed below ZeRO-3 save a second time in files
-    of their own; and optimizer states, with DeepSpeed's masters."""
+    of their own; and optimizer states, with DeepSpeed's masters. A pipeline saves the masters alone, as its weights."""
     trained = [tensor for tensor in job.model.tensors if tensor.trains]
     elements = sum(tensor.elements for tensor in trained)
     states = sum(job.stepping.state_bytes(tensor.shape) for tensor in trained)
+    if job.engine == PIPELINE:
+        return FP32_BYTES * elements, states
     states += 0 if job.engine in (FSDP, TRAINER) else FP32_BYTES * elements
     is_once = job.engine == TRAINER or (job.engine != FSDP and job.zero.stage == 3)
     return (1 if is_once else 2) * job.weight_bytes * elements, states

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,11 +13,14 @@ from pathlib import Path
 
 from finetune.errors import RequestError
 from finetune.run.choose import recipes
+from finetune.run.engine import settle_engine
 from finetune.run.files import SUPERVISION
-from finetune.run.launch import Launch
-from finetune.run.resolve import read_flags
+from finetune.run.launch import COUNT, Launch
+from finetune.run.resolve import read_flags, resolve
+from finetune.safe_read import read_yaml
 
 TORCHRUN = ("torchrun", "torch.distributed.run")
+ACCELERATE = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli")
 RANGE = re.compile(r"([0-9]{1,6}):([0-9]{1,6})")
 SET_HERE = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "max_restarts", "standalone")
 FOR_FIXED_HOSTS = ("node_rank", "master_addr", "master_port")
@@ -37,6 +41,10 @@ class Command:
     hosts: tuple[int, int] | None = None
     rendezvous: str = ""  # the user's --rdzv_conf
     address: str = ""  # the user's --local_addr
+
+    @property
+    def by_torchrun(self) -> bool:
+        return any(Path(word).name in TORCHRUN for word in self.launcher)
 
     @property
     def home(self) -> Path:
@@ -83,7 +91,36 @@ def read_command(words: Sequence[str]) -> Command:
         raise RequestError(f"--resume {resume}: a supervised run continues with --resume allow. Drop it.")
     recipe = (script, *flags, *(() if resume else ("--resume", "allow")))
     plain = Command(tuple(launcher), recipe, folder)
-    return _elastic(plain) if any(Path(word).name in TORCHRUN for word in launcher) else plain
+    if plain.by_torchrun:
+        return _elastic(plain)
+    _refuse_hosts(launcher)
+    return plain
+
+
+def _refuse_hosts(launcher: Sequence[str]) -> None:
+    """Raises RequestError if another launcher than torchrun is to be started on each of several hosts: supervisors that
+    do not meet would start at different times, and all but one would find the run folder locked."""
+    given, _ = _options(launcher, "num_machines", "config_file", "no_ssh")
+    machines, said = given["num_machines"], f"--num_machines {given['num_machines']}"
+    if any(Path(word).name in ACCELERATE for word in launcher) and machines is None:
+        path = Path(given["config_file"] or _default_config())
+        found = read_yaml(path) if path.is_file() else None  # JSON is YAML; accelerate itself reports a missing file
+        machines, said = str((found if isinstance(found, dict) else {}).get("num_machines", 1)), f"{path}: num_machines"
+    if given["no_ssh"] is not None:
+        machines, said = "N", "--no_ssh"
+    if machines not in (None, "1"):
+        raise RequestError(
+            f"{said}: this launcher is started on each of several hosts, but the supervisors of several hosts meet "
+            f"only through torchrun. Give `torchrun --nnodes {machines}:{machines} --nproc_per_node ...`, or start all "
+            "hosts from one: `deepspeed --hostfile FILE`."
+        )
+
+
+def _default_config() -> str:
+    """accelerate 1.15, commands/config/config_args.py."""
+    caches = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = Path(os.environ.get("HF_HOME", f"{caches}/huggingface")).expanduser() / "accelerate"
+    return str(next((path for path in home.glob("default_config.y*ml")), home / "default_config.json"))
 
 
 def _of_run(script: str, flags: Sequence[str]) -> tuple[Path, str | None, str | None, bool]:
@@ -106,6 +143,7 @@ def _of_run(script: str, flags: Sequence[str]) -> tuple[Path, str | None, str | 
 def _elastic(plain: Command) -> Command:
     """The same, for hosts that may come and go, if torchrun is given a range of them."""
     given, rest = _options(plain.launcher, "nnodes", "rdzv_conf")
+    ranks = _options(plain.launcher, "nproc_per_node")[0]["nproc_per_node"] or "1"
     names = (*SET_HERE, *FOR_FIXED_HOSTS, "local_addr")
     others, _ = _options(plain.launcher, *names)
     if ":" not in (given["nnodes"] or ""):
@@ -130,10 +168,29 @@ def _elastic(plain: Command) -> Command:
         )
     if "store_type" in (given["rdzv_conf"] or ""):
         raise RequestError("--rdzv_conf store_type is set by `finetune supervise`. Drop it.")
+    if COUNT.fullmatch(ranks):
+        _refuse_layouts(plain.recipe, fewest, most, int(ranks))
     address = others["local_addr"] or ""
     return replace(
         plain, launcher=tuple(rest), hosts=(fewest, most), rendezvous=given["rdzv_conf"] or "", address=address
     )
+
+
+def _refuse_layouts(recipe: Sequence[str], fewest: int, most: int, ranks: int) -> None:
+    """Raises RequestError if the run would be refused on some of these numbers of hosts, with `ranks` on each: then a
+    lost host would end it."""
+    known = recipes().get(Path(recipe[0]).stem)
+    if known is None:
+        return
+    for hosts in sorted({fewest, min(fewest + 1, most)}):  # two in a row tell what must divide
+        launch = Launch(world_size=hosts * ranks, local_world_size=ranks, launcher="torchrun")
+        try:
+            settle_engine(resolve(known, recipe[1:], launch, is_here=False))
+        except RequestError as error:
+            raise RequestError(
+                f"--nnodes {fewest}:{most} and --nproc_per_node {ranks}: on {hosts} host(s) the run would be refused. "
+                f"Change the range or the ranks of a host, or else: {error}"
+            ) from None
 
 
 def _options(words: Sequence[str], *names: str) -> tuple[dict[str, str | None], list[str]]:

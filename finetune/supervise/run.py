@@ -67,6 +67,8 @@ class _Supervisor:
         words = self.command.words(attempt, self._fewest_hosts(), most_hosts_of(self.home, number))
         for_ranks = supervised.environment_of(attempt, self.command.digest)
         launcher_status = run_attempt(words, for_ranks, self.requested, self._look)
+        if launcher_status and self.command.by_torchrun:
+            print("supervise: a traceback above is torchrun's own, and says only that a rank failed", file=sys.stderr)
         end = end_of(attempt, launcher_status, self.command)
         if end.status == 0:
             return self._stop(0, number, "the run is done")

@@ -97,7 +97,7 @@ class SavingMixin(AnyTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         write = super()._save_checkpoint
         self.running_loss.note(self.accelerator.gather)
-        self.saves.save(lambda: write(model, trial))
+        self.saves.save(lambda folder: write(model, trial))  # `_get_output_dir` leads it there
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Like the Trainer's, which matches weights by name and only warns about missing ones. Raises RequestError for

@@ -32,7 +32,8 @@ from finetune.run.flags.compression import CompressionArguments
 from finetune.run.flags.guards import GuardArguments
 from finetune.training.checkpoints.choice import newest_verified
 from finetune.training.checkpoints.identity import Identity
-from finetune.training.checkpoints.trainer_adapter import TrainerSaves
+from finetune.training.checkpoints.saves import Saves
+from finetune.training.checkpoints.trainer_adapter import TrainerSaved
 from finetune.training.compression import Compression, OneBitAdam
 from finetune.training.distilling import Teacher
 from finetune.training.evaluation import EvaluatingMixin
@@ -88,7 +89,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
             self.train_dataset.global_batch_size = self.global_batch_size
         self.multiplied_parameters = multiplied_parameters(self.model)
         self.speed = SpeedMeter(self.multiplied_parameters, self.args.world_size, self.sequence.size)
-        self.saves = TrainerSaves(self)
+        self.saves = Saves(self, TrainerSaved(self))
         self.running_loss = RunningLoss()
         self.stop = StopOnSignal(self.guards.stop_grace)
         self.clips_itself = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from conftest import REPO
@@ -23,6 +24,7 @@ from finetune.plan.plan import copied_bytes, plan
 from finetune.plan.zero import read_zero
 from finetune.run.launch import Launch
 from finetune.run.recipes.causal_lm import CAUSAL_LM
+from finetune.run.recipes.causal_lm_pipeline import CAUSAL_LM_PIPELINE
 from finetune.run.resolve import resolve
 from finetune.shipped import DS_CONFIGS
 
@@ -217,12 +219,32 @@ def test_a_copy_is_counted_where_a_run_would_make_one(asked: str, expected: int 
     assert job_of(resolve(CAUSAL_LM, flags, Launch()), V100)[0].saves_beside_from == expected
 
 
+def test_so_it_is_for_a_pipeline() -> None:
+    run = resolve(CAUSAL_LM_PIPELINE, "--save_strategy steps --async_save on".split(), Launch())
+    assert job_of(run, V100)[0].saves_beside_from == 0
+
+
 def test_stages_of_a_pipeline_save_what_they_have_on_the_node_of_their_first_rank() -> None:
     base = replace(job("gptlite-small", 1, 1, 64), engine=PIPELINE, stages=4, accumulation=4)
     saved = [plan_memory(base, V100, stage).saving_host_bytes for stage in range(4)]
     assert plan(base, V100).host_bytes == sum(saved)
     # Eight ranks in nodes of four: stages 0 and 1 begin on the first, 2 and 3 on the second.
     assert plan(replace(base, ranks_per_node=4), V100).host_bytes == max(sum(saved[:2]), sum(saved[2:]))
+
+
+def test_what_a_pipeline_copies_for_a_save_is_counted_on_the_node_where_a_stage_begins() -> None:
+    base = replace(job("gptlite-small", 1, 1, 64), engine=PIPELINE, stages=4, accumulation=4)
+    base = replace(base, optimizer=Optimizer("adam"))
+    tensors = base.model.tensors
+    whole = sum((4 + 4 + 4) * tensor.elements + 4 for tensor in tensors)  # fp32 weights, two moments and a counter
+
+    def copied(**more: Any) -> int:
+        beside = plan(replace(base, saves_beside_from=0, **more), V100).host_bytes
+        return beside - plan(replace(base, **more), V100).host_bytes
+
+    assert copied() == whole
+    counts = [plan_memory(base, V100, stage).resident["parameters"] for stage in range(4)]
+    assert copied(ranks_per_node=4) == int(whole * max(sum(counts[:2]), sum(counts[2:])) / sum(counts))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

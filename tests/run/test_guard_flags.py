@@ -35,11 +35,6 @@ def test_it_is_refused(values: dict[str, Any], said: str) -> None:
     assert said in str(refused.value)
 
 
-def test_a_pipeline_does_not_save_beside_its_steps() -> None:
-    with pytest.raises(RequestError, match=r"a pipeline writes each checkpoint .* use recipes/other\.py"):
-        run_of("--async_save", "on", groups=(CompressionArguments, GuardArguments), pipeline=True)
-
-
 @pytest.mark.parametrize("values", [{}, {"on_nan": "skip", "ddp_comm_hook": "fp16"}, {"hang_timeout": 0}])
 def test_it_is_taken(values: dict[str, Any]) -> None:
     ask(**values)

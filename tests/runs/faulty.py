@@ -6,7 +6,7 @@
     {"kind": "clock", "rank": 0, "batch": 5}    the machine's clock is set back by a day before the fifth batch
     {"kind": "cut", "rank": 0, "batch": 5, "file": "train-0/tokens.bin"}  a mapped file of that name is cut off after it
     {"kind": "row", "rank": 0, "row": 17}       a row of the training set cannot be read
-    {"kind": "alone", "rank": 0, "seconds": 0.2}  each batch of a run of one rank takes so much longer
+    {"kind": "few", "rank": 0, "ranks": 1, "seconds": 0.2}  each batch of a run of so many ranks takes so much longer
 A rank is one of $RANK. A poisoned micro-batch is known by its content, so that it is so again when it is run again.
 """
 
@@ -57,8 +57,8 @@ def refuse_row(indices: list[int]) -> None:
         raise ValueError(f"row {fault['row']} cannot be read")
 
 
-def be_slow_alone(indices: list[int]) -> None:
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+def be_slow_if_few(indices: list[int]) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) == fault["ranks"]:
         time.sleep(fault["seconds"])
 
 
@@ -99,7 +99,7 @@ def poison() -> None:
     torch.nn.modules.module.register_module_forward_hook(hook)
 
 
-each = {"row": refuse_row, "alone": be_slow_alone}.get(fault["kind"])
+each = {"row": refuse_row, "few": be_slow_if_few}.get(fault["kind"])
 if mine and each:
     at_each_batch(each)
 elif mine:

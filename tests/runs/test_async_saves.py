@@ -3,8 +3,8 @@ a signal that is heeded within its grace."""
 
 from __future__ import annotations
 
+import re
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,21 @@ from living import living
 from finetune.training.checkpoints.manifest import checkpoints_in, problems
 
 SAVES = {**TINY, "save_strategy": "steps", "save_steps": 2, "max_steps": 4, "eval_strategy": "no"}
+PIPELINE, HELD_UP = "recipes/causal_lm_pipeline.py", "tests/runs/held_up.py"
+SHAPE = "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,max_position_embeddings=32,dropout=0.1"
+PIPED = {
+    "config_overrides": SHAPE,
+    "max_train_samples": 3,
+    "sample_tokens": 0,
+    "schedule_step": 0,
+    "pipeline_parallel_size": 2,
+    "partition_method": "parameters",
+    "bf16": False,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "max_steps": 4,
+    "eval_strategy": "no",
+}
 OF_THE_MOMENT = ("manifest.json", "run.json", "training_args.bin", "trainer_state.json")  # times, names and flags
 
 
@@ -46,11 +61,43 @@ def test_a_checkpoint_has_the_bytes_of_one_that_was_saved_synchronously(layout: 
 
 
 @pytest.mark.nightly
-def test_a_signal_is_heeded_by_a_checkpoint_that_is_there_when_the_run_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stages", "pipelines"), [(2, 1), (2, 2), (1, 2)])
+@pytest.mark.usefixtures("built_ops")
+def test_so_has_one_of_a_pipeline(stages: int, pipelines: int, tmp_path: Path) -> None:
+    values = {**PIPED, "pipeline_parallel_size": stages}
+    for asked in ("off", "on"):
+        every = {**values, "async_save": asked}
+        launch("torchrun", tmp_path / asked, every, ranks=stages * pipelines, recipe=PIPELINE)
+    for step in (2, 4):
+        one, other = (content(tmp_path / asked / f"checkpoint-{step}") for asked in ("off", "on"))
+        assert one.keys() == other.keys()
+        assert [name for name in one if one[name] != other[name]] == []
+        assert problems(tmp_path / "on" / f"checkpoint-{step}", hashes=True) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("happens", "said"), [("kill", "was killed by SIGKILL"), ("full", "File too large")])
+@pytest.mark.usefixtures("built_ops")
+def test_a_pipeline_whose_writer_fails_keeps_its_earlier_checkpoint(happens: str, said: str, tmp_path: Path) -> None:
+    values = {**PIPED, "save_steps": 4, "max_steps": 12, "async_save": "on"}
+    run = launch("torchrun", tmp_path / "run", values, ranks=2, recipe=HELD_UP, env={"HAPPENS": happens}, check=False)
+    assert run.status == 1
+    assert re.search("checkpoint-8 is not saved: .* The run will end with status 1", run.output), run.output[-3000:]
+    assert [one for one in run.errors if "checkpoint-8 could not be saved" in one and said in one], run.output[-3000:]
+    assert [path.name for path in checkpoints_in(run.folder)] == ["checkpoint-4"]
+    assert problems(run.folder / "checkpoint-4", hashes=True) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("recipe", "values"), [(RECIPE, SAVES), (PIPELINE, PIPED)])
+@pytest.mark.usefixtures("built_ops")
+def test_a_signal_is_heeded_by_a_checkpoint_that_is_there_when_the_run_ends(
+    recipe: str, values: dict[str, Any], tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    endless = {**SAVES, "max_steps": 4000, "save_steps": 3, "async_save": "on", "output_dir": folder}
-    command = [*LAUNCHERS["torchrun"](2), RECIPE, *flags(endless)]
-    with living(command, RECIPE, tmp_path / "log") as run:
+    endless = {**values, "max_steps": 4000, "save_steps": 3, "async_save": "on", "output_dir": folder}
+    command = [*LAUNCHERS["torchrun"](2), recipe, *flags(endless)]
+    with living(command, recipe, tmp_path / "log") as run:
         run.wait_for(lambda: checkpoints_in(folder))
         run.ranks()[1].send_signal(signal.SIGTERM)
         run.end()
@@ -60,5 +107,5 @@ def test_a_signal_is_heeded_by_a_checkpoint_that_is_there_when_the_run_ends(tmp_
     assert list(folder.glob("unfinished-*")) == []
     step = int(newest.name.rpartition("-")[2])
     resumed = flags({**endless, "max_steps": step + 1, "resume": "auto"})
-    status, output = run_to_its_end([sys.executable, RECIPE, *resumed])
+    status, output = run_to_its_end([*LAUNCHERS["torchrun"](2), recipe, *resumed])
     assert status == 0, output[-3000:]

@@ -30,7 +30,9 @@ def test_a_run_that_is_killed_again_and_again_loses_nothing(name: str, kills: in
     assert (closing["weights_apart"], closing["rows_apart"], closing["left_over"]) == ([], [], [])
 
 
-@pytest.mark.parametrize(("name", "kills", "seed"), [("ddp", 4, 5), ("zero2", 4, 6), ("zero3", 4, 7)])
+@pytest.mark.parametrize(
+    ("name", "kills", "seed"), [("ddp", 4, 5), ("zero2", 4, 6), ("zero3", 4, 7), ("pipeline", 4, 8)]
+)
 def test_so_does_one_whose_checkpoints_are_written_beside_the_training(
     name: str, kills: int, seed: int, tmp_path: Path
 ) -> None:

@@ -17,12 +17,14 @@ import torch
 from conftest import LAUNCHERS, REPO, Finished, flags, gate_has, launch
 from living import living
 from safetensors.torch import load_file
+from test_async_saves import HELD_UP, content
 
 from finetune.models.causal import scratch_config
 from finetune.models.gptlite import GPTLiteForCausalLM
 from finetune.models.gptlite_weights import draw_weights
 from finetune.plan.schedule import BACKWARD, FORWARD, order_of
 from finetune.run.flags.language import CausalModelArguments
+from finetune.training.checkpoints.manifest import problems
 
 pytestmark = pytest.mark.usefixtures("built_ops")
 
@@ -275,6 +277,18 @@ def test_a_resumed_run_is_as_if_never_cut(saved: Finished, tmp_path: Path) -> No
     assert run.column("grad_norm") == saved.column("grad_norm")
     before, after = weights(saved.folder), weights(run.folder)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_checkpoint_that_is_written_while_training_continues_holds_its_step(saved: Finished, tmp_path: Path) -> None:
+    values = settings({**SAVED, "async_save": "on"}, stages=2, pipelines=1, accumulation=4)
+    run = launch("torchrun", tmp_path / "run", values, ranks=2, recipe=HELD_UP, env={"HAPPENS": "spoil"})
+    assert "checkpoints are written while training continues (--async_save on)" in run.output
+    assert run.column("loss")[:4] == saved.column("loss")[:4]
+    assert run.column("loss")[4:] != saved.column("loss")[4:], "nothing has been spoiled"
+    one, other = (content(folder / "checkpoint-4") for folder in (saved.folder, run.folder))
+    assert one.keys() == other.keys() >= {"model-00001-of-00002.safetensors", "optimizer-00002-of-00002.safetensors"}
+    assert [name for name in one if one[name] != other[name]] == []
+    assert problems(run.folder / "checkpoint-4", hashes=True) == []
 
 
 @pytest.mark.parametrize(

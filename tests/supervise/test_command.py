@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from conftest import REPO
 
 from finetune.errors import RequestError
 from finetune.supervise.command import read_command
 
 ELASTIC = "torchrun --nnodes 1:4 --nproc_per_node 8"
 RECIPE = "recipes/seq_cls.py --output_dir runs/mine"
+PIPELINE = "recipes/causal_lm_pipeline.py --pipeline_parallel_size 2"
+SHIPPED = REPO / "recipes" / "launch"
 
 
 @pytest.mark.parametrize(
@@ -18,6 +21,11 @@ RECIPE = "recipes/seq_cls.py --output_dir runs/mine"
     [
         ("deepspeed --num_gpus 2", "--output_dir runs/mine", "runs/mine"),
         ("accelerate launch --config_file zero2.yaml", "--resume allow", "runs/seq_cls"),
+        (
+            f"accelerate launch --config_file {SHIPPED}/accelerate_ddp.yaml",
+            "--resume allow",
+            "runs/seq_cls",
+        ),
         ("python -m torch.distributed.run --nnodes=1", "--resume=allow", "runs/seq_cls"),
         ("torchrun --standalone --nproc-per-node 2 --max-restarts 0", "--output_dir=runs/other", "runs/other"),
     ],
@@ -33,6 +41,31 @@ def test_a_command_for_fixed_hosts_stays_as_it_is_but_resumes(launcher: str, fla
 
 def test_a_recipe_without_output_dir_writes_into_its_own_folder() -> None:
     assert read_command(["python", "recipes/causal_lm.py"]).folder == Path("runs/causal_lm")
+
+
+def test_what_accelerate_is_configured_to_do_counts_where_no_flag_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    words = f"accelerate launch {RECIPE}".split()
+    assert read_command(words).hosts is None
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "default_config.yaml").write_text("num_machines: 2\n")
+    with pytest.raises(RequestError, match=r"default_config\.yaml: num_machines"):
+        read_command(words)
+    assert read_command([*words[:2], "--num_machines", "1", *words[2:]]).hosts is None
+
+
+@pytest.mark.parametrize(
+    ("launcher", "recipe"),
+    [
+        ("torchrun --nnodes 2:3", f"{RECIPE} --fsdp True"),
+        ("torchrun --nnodes 1:3 --nproc_per_node 2", PIPELINE),
+        ("torchrun --nnodes 1:3 --nproc_per_node gpu", PIPELINE),
+    ],
+)
+def test_layouts_may_shrink_to_what_still_fits_them(launcher: str, recipe: str) -> None:
+    assert read_command(f"{launcher} {recipe}".split()).hosts in ((2, 3), (1, 3))
 
 
 @pytest.mark.parametrize("nnodes", ["--nnodes 1:4", "--nnodes=1:4"])
@@ -89,6 +122,18 @@ def test_the_module_of_torchrun_is_known_too(tmp_path: Path) -> None:
         (f"{ELASTIC} --node_rank 0 {RECIPE}", "--node_rank is for a fixed set of hosts"),
         (f"{ELASTIC} --master_addr 10.0.0.1 {RECIPE}", "--master_addr is for a fixed set of hosts"),
         (f"{ELASTIC} --rdzv_conf store_type=tcp {RECIPE}", "store_type"),
+        (
+            f"torchrun --nnodes 1:2 {RECIPE} --fsdp True",
+            r"on 1 host\(s\) .* shards over several",
+        ),
+        (f"torchrun --nnodes 2:3 --nproc-per-node=1 {PIPELINE}", r"on 3 host\(s\) .* a multiple of 2"),
+        (f"accelerate launch --num_machines 2 {RECIPE}", "--num_machines 2: .* Give `torchrun --nnodes 2:2"),
+        (f"python -m accelerate.commands.launch --num-machines=3 {RECIPE}", "torchrun --nnodes 3:3"),
+        (
+            f"accelerate launch --config_file {SHIPPED}/accelerate_multi_node.yaml {RECIPE}",
+            "multi_node.yaml: num",
+        ),
+        (f"deepspeed --hostfile hosts --no_ssh --node_rank 0 {RECIPE}", "--no_ssh: .* `torchrun --nnodes N:N"),
     ],
 )
 def test_what_could_not_be_continued_is_refused(words: str, said: str) -> None:

@@ -97,6 +97,17 @@ def test_a_run_that_fails_twice_ends_well_and_the_log_tells_the_story(tmp_path: 
     assert "stopped with status 0: the run is done" in done.stderr
 
 
+def test_the_command_that_starts_a_recipe_by_its_name_is_supervised_too(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = command(folder, [{"status": 1, "checkpoint": 10}, {"status": 0}])
+    place = run.index("--") + 1
+    run[place : place + 1] = ["finetune", "train", "--launcher", "python"]
+    done = subprocess.run(run, cwd=REPO, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert f"# python {FAKE} --output_dir {folder}" in done.stderr
+    assert starts(folder) == 2
+
+
 def test_a_wrong_request_is_not_tried_again(tmp_path: Path) -> None:
     done = supervised(tmp_path / "run", [{"status": 2}])
     assert done.returncode == 2
@@ -145,6 +156,7 @@ def test_a_host_does_not_join_an_attempt_that_others_have_given_up(tmp_path: Pat
     done = elastic(tmp_path / "run", plan, "1:2")
     assert done.returncode == 0, done.stderr
     assert [line.split()[1] for line in rendezvous(tmp_path / "run")] == ["attempt-1", "attempt-3"]
+    assert done.stderr.count("supervise: a traceback above is torchrun's own") == 1
 
 
 def test_a_host_stops_where_others_found_that_trying_again_makes_no_sense(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_tensors_that_share_their_memory_still_do(memory: Memory) -> None:
 def test_weights_are_written_as_safetensors_writes_them(memory: Memory, tmp_path: Path) -> None:
     weights = {"b": torch.randn(3, 4).t(), "a": torch.ones(2, dtype=torch.bfloat16), "none": torch.empty(0, 3)}
     save_file({name: weight.contiguous() for name, weight in weights.items()}, tmp_path / "one", {"format": "pt"})
-    places = copied_weights(weights, memory)
+    places = copied_weights(weights.items(), memory)
     save_file(restored_weights(places, other_side(memory)), tmp_path / "two", {"format": "pt"})
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
 

@@ -310,11 +310,11 @@ def test_states_are_found_by_name_in_however_many_files_and_filled_up(
             part.copy_(half)
 
     monkeypatch.setattr(distributed, "all_gather", gather)
-    whole = states.whole({"a", "b", "c"})
+    whole = dict(states.whole({"a", "b", "c"}))
     assert {name: value.tolist() for name, value in whole.items()} == {
         f"exp_avg:{name}": value.tolist() for name, value in weights.items()
     }
-    assert states.whole({"b"}).keys() == {"exp_avg:b"}
+    assert dict(states.whole({"b"})).keys() == {"exp_avg:b"}
 
 
 def test_of_a_loss_scale_the_numbers_are_kept() -> None:

@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainingArguments, set_seed
 from finetune.errors import RunError
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.run.flags.guards import GuardArguments
-from finetune.training.checkpoints import beside, trainer_adapter
+from finetune.training.checkpoints import beside, saves
 from finetune.training.checkpoints.manifest import checkpoints_in, problems
 from finetune.training.trainer import FinetuneTrainer
 
@@ -190,7 +190,7 @@ def test_auto_is_for_checkpoints_that_are_worth_it(
 ) -> None:
     said = []
     for worth in (2**40, 0):
-        monkeypatch.setattr(trainer_adapter, "WORTH_BYTES", worth)
+        monkeypatch.setattr(saves, "WORTH_BYTES", worth)
         train(tmp_path / str(worth), "auto")
         said.append("while training continues (--async_save auto)" in capfd.readouterr().out)
     assert said == [False, True]
@@ -200,7 +200,7 @@ def test_auto_is_for_checkpoints_that_are_worth_it(
 def test_where_memory_lacks_each_save_is_finished_at_once_and_the_run_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trainer_adapter, "free_memory", lambda: 1000)
+    monkeypatch.setattr(saves, "free_memory", lambda: 1000)
     train(tmp_path, "on")
     said = capfd.readouterr().out
     assert "note: --async_save on: saves stay synchronous, because the copies take about" in said

@@ -78,8 +78,3 @@ def guard_faults(run: Run) -> Iterator[str]:
             f"{run.said('on_nan')}, which goes back to weights and optimizer states, but "
             f"{run.said('save_only_model')}, which saves none of these. Drop one."
         )
-    if run.value("async_save") == "on" and run.stages is not None:
-        yield (
-            f"{run.said('async_save')}, but a pipeline writes each checkpoint before its next step. Drop it, or "
-            f"{run.without_pipeline}."
-        )

@@ -28,7 +28,7 @@ from finetune.training.checkpoints.writing import (
 
 
 class Handed(Protocol):
-    """Writes and commits the folder while training continues (finetune.training.checkpoints.trainer_adapter)."""
+    """Writes and commits the folder while training continues (finetune.training.checkpoints.saves)."""
 
     def begin(self, place: Path) -> None:
         """Called before the ranks begin to write."""

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import Pipe
@@ -88,8 +88,12 @@ class Writer:
                 self.learned.look(folder, weights)
             return
         write(False)
-        ours = {name: weights[name] for name in known.names}
-        self.copies.append(Copy(known.file, copied_weights(ours, self.memory), known.metadata))
+        self.keep_weights(folder / known.file, ((name, weights[name]) for name in known.names), known.metadata)
+
+    def keep_weights(self, path: Path, weights: Iterable[tuple[str, torch.Tensor]], metadata: dict[str, str]) -> None:
+        """Copy what safetensors would write to `path`, a file of the checkpoint that is being saved."""
+        assert self.folder is not None
+        self.copies.append(Copy(str(path.relative_to(self.folder)), copied_weights(weights, self.memory), metadata))
 
     def hand_over(self, job: Job) -> None:
         self.folder, self.commits = None, job.keeper is not None

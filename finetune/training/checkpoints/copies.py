@@ -10,7 +10,7 @@ import io
 import mmap
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -148,10 +148,10 @@ def restored(pickled: bytes, memory: Memory) -> Any:
     return _Maker(io.BytesIO(pickled), memory).load()
 
 
-def copied_weights(weights: dict[str, torch.Tensor], memory: Memory) -> dict[str, Any]:
-    """Copy each weight separately and contiguously, as safetensors requires."""
+def copied_weights(weights: Iterable[tuple[str, torch.Tensor]], memory: Memory) -> dict[str, Any]:
+    """Copy each weight separately and contiguously, as safetensors requires; they need not exist at the same time."""
     found = {}
-    for name, weight in weights.items():
+    for name, weight in weights:
         flat = weight.detach().contiguous().reshape(-1).view(torch.uint8)
         found[name] = (memory.put(flat), flat.numel(), weight.dtype, tuple(weight.shape))
     return found

@@ -114,6 +114,7 @@ class Suspect:
 
     def finish_saves(self) -> None:
         """Wait until the newest checkpoint is in place. Every rank calls it."""
+        self.trainer.saves.beside.finish()
 
     def can_load(self, folder: Path) -> bool:
         """Whether the engine can load this checkpoint without resharding. May raise RequestError."""

@@ -81,9 +81,6 @@ class TrainerSuspect(Suspect):
         elif trainer.accelerator.optimizer_step_was_skipped:  # the Trainer has just made the same check
             trainer.lr_scheduler.step()
 
-    def finish_saves(self) -> None:
-        self.trainer.saves.beside.finish()
-
     def can_load(self, folder: Path) -> bool:
         return can_load_as_it_stands(sharding_of(folder), here_of(self.trainer))
 

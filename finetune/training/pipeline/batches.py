@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
 
 from finetune.data.sampling import GlobalBatchSampler
+from finetune.training.interruption import deaf_to_sigterm
 
 
 class TrainingShard:
@@ -49,3 +55,17 @@ class EvaluationShard:
 
     def __len__(self) -> int:
         return len(self.indices)
+
+
+def loader(trainer: Any, dataset: Any, shard: TrainingShard | EvaluationShard) -> Any:
+    """Collated micro-batches of a shard, in its order, on the CPU. A loader draws a seed for its workers from a
+    separate generator, so that a resumed run draws the same dropout masks."""
+    return DataLoader(
+        dataset,
+        batch_sampler=shard,
+        collate_fn=trainer.collator,
+        num_workers=trainer.args.dataloader_num_workers,
+        generator=torch.Generator().manual_seed(trainer.args.seed),
+        pin_memory=trainer.device.type == "cuda",
+        worker_init_fn=functools.partial(deaf_to_sigterm, None),
+    )

@@ -7,36 +7,40 @@ model, and a run can resume with any number of stages and pipelines. The folder 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import distributed
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from finetune.errors import RequestError
-from finetune.run.files import PIPELINE_RECORD, STATE_FILE
+from finetune.run.files import PIPELINE_RECORD
 from finetune.safe_read import read_json_object
-from finetune.training.checkpoints.atomic_folder import AtomicFolder
+from finetune.training.checkpoints.beside import Writer
 from finetune.training.checkpoints.final import open_final, save_final
-from finetune.training.checkpoints.identity import Identity
 from finetune.training.checkpoints.manifest import Spread
-from finetune.training.checkpoints.space import OTHER_BYTES, check_space, stage_bytes
-from finetune.training.checkpoints.writing import About, every, leads, rank
+from finetune.training.checkpoints.space import OTHER_BYTES, stage_bytes
+from finetune.training.checkpoints.writing import every, leads, rank
 from finetune.training.pipeline.engine import Built, Named
-from finetune.training.pipeline.files import FlatStates, file_name, find_tensors, read_tensor
+from finetune.training.pipeline.files import FlatStates, file_name, find_tensors, read_tensor, save_tensors
 from finetune.training.pipeline.stages import Cut, owned
 from finetune.training.resuming import OwnSettings, random_states, set_random_states
 from finetune.training.run_folder import write_json
 
 SCHEDULER, RNG = "scheduler.pt", "rng_state_{rank}.pth"
+METADATA = {"format": "pt"}  # as transformers writes it
+Put = Callable[[Path, Iterable[tuple[str, torch.Tensor]], dict[str, str]], None]
 
 
 class Checkpoints:
-    """Saves and loads this rank's part of a run; all ranks must call every method. `save_config` writes the other files
-    that `from_pretrained` needs."""
+    """Writes and loads this rank's part of a run, and implements saves.Saved; all ranks must call every method.
+    `save_config` writes the other files that `from_pretrained` needs. With `weights_only`, a checkpoint cannot be
+    resumed."""
 
     def __init__(
         self,
@@ -44,9 +48,9 @@ class Checkpoints:
         parts: Cut,
         save_config: Callable[[Path], None] | None,
         processing_class: Any,
-        identity: Identity | None = None,
+        weights_only: bool = False,
     ) -> None:
-        self.built, self.parts, self.identity = built, parts, identity
+        self.built, self.parts, self.weights_only = built, parts, weights_only
         self.save_config, self.processing_class = save_config, processing_class
         grid = built.engine.grid
         self.stage, self.stages = grid.get_stage_id(), grid.get_pipe_parallel_world_size()
@@ -55,42 +59,52 @@ class Checkpoints:
         self.states = FlatStates(built.optimizer, built.groups, grid.get_data_parallel_group())
         self.optim = type(built.optimizer).__name__
         self.own_settings = OwnSettings.of(built.engine.optimizer)
-        self.saved_bytes = 0  # size of the last checkpoint, all files
         self.writes = grid.get_data_parallel_rank() == 0  # the other pipelines have the same weights
 
-    def save(self, place: Path, state: Any, global_batch_size: int, weights_only: bool) -> None:
-        """Write the folder `place` atomically."""
-        self.check_space(place.parent, f"step {state.global_step}", weights_only)
-        with (whole := AtomicFolder(place, self._about(state, global_batch_size))) as folder:
-            self._write_model(folder)
-            if not weights_only:
-                states = self.states.whole(self.mine if self.writes else set())
-                if self.writes:
-                    save_file(states, folder / file_name("optimizer", self.stage, self.stages))
-                torch.save(random_states(), folder / RNG.format(rank=rank()))
-                if leads():
-                    torch.save(self.built.scheduler.state_dict(), folder / SCHEDULER)
+    def write(self, folder: Path, global_batch_size: int, writer: Writer | None) -> None:
+        """Write this rank's part of a checkpoint. A `writer` gets copies of the large files, to write them later."""
+        put = save_tensors if writer is None else writer.keep_weights
+        self._write_model(folder, put)
+        if not self.weights_only:
+            own = folder / file_name("optimizer", self.stage, self.stages)
+            self._write(put, own, self.states.whole(self.mine if self.writes else set()))
+            torch.save(random_states(), folder / RNG.format(rank=rank()))
             if leads():
-                record = {
-                    "stages": self.stages,
-                    "pipelines": self.pipelines,
-                    "partition_method": self.parts.method,
-                    "bounds": list(self.parts.bounds),
-                    "global_batch_size": global_batch_size,
-                    "optimizer": self.optim,
-                    "optimizer_steps": self.states.steps(),
-                    "loss_scale": self._loss_scale(),
-                }
-                write_json(folder / PIPELINE_RECORD, record)
-                state.save_to_json(str(folder / STATE_FILE))
-        self.saved_bytes = whole.bytes
+                torch.save(self.built.scheduler.state_dict(), folder / SCHEDULER)
+        if leads():
+            record = {
+                "stages": self.stages,
+                "pipelines": self.pipelines,
+                "partition_method": self.parts.method,
+                "bounds": list(self.parts.bounds),
+                "global_batch_size": global_batch_size,
+                "optimizer": self.optim,
+                "optimizer_steps": self.states.steps(),
+                "loss_scale": self._loss_scale(),
+            }
+            write_json(folder / PIPELINE_RECORD, record)
 
-    def check_space(self, run_folder: Path, when: str, weights_only: bool) -> None:
-        """Raises RunError if the disk has no room for a checkpoint. All ranks must call it."""
+    @property
+    def layout(self) -> Spread:
+        zero_stage = self.built.engine.zero_optimization_stage()
+        return Spread("pipeline", distributed.get_world_size(), zero_stage, self.stages, self.pipelines)
+
+    def expected_bytes(self) -> int:
+        return sum(every(self._own_bytes())) + OTHER_BYTES
+
+    def copied_bytes(self, size: int) -> int:
+        hosts = Counter[str]()
+        for host, own in every((socket.gethostname(), self._own_bytes())):
+            hosts[host] += own
+        return max(hosts.values())
+
+    def obstacle(self) -> str | None:
+        return None  # a pipeline keeps nothing on NVMe
+
+    def _own_bytes(self) -> int:
         counts = [p.numel() for name, p in self.built.named.items() if name in self.mine and self.writes]
         has_momentum = bool(self.built.engine.optimizer.param_groups[0].get("momentum"))
-        own = stage_bytes(counts, self.optim, has_momentum, weights_only)
-        check_space(run_folder, self.saved_bytes or sum(every(own)) + OTHER_BYTES, when)
+        return stage_bytes(counts, self.optim, has_momentum, self.weights_only)
 
     def load(self, folder: Path, record: dict[str, Any]) -> None:
         """Load weights, optimizer, schedule and, in the same layout, random states. `record`: see `read_record`."""
@@ -128,24 +142,41 @@ class Checkpoints:
     def save_model(self, folder: Path) -> None:
         """Save the final model in a run folder, replacing any earlier one."""
         own = {name: list(p.shape) for name, p in self.built.named.items() if name in self.mine}
-        records = save_final(folder, self._write_model)
+        records = save_final(folder, lambda place: self._write_model(place, save_tensors))
         open_final(folder, records, {name: shape for part in every(own) for name, shape in part.items()})
 
-    def _about(self, state: Any, global_batch_size: int) -> About:
-        zero_stage = self.built.engine.zero_optimization_stage()
-        layout = Spread("pipeline", distributed.get_world_size(), zero_stage, self.stages, self.pipelines)
-        return About(state.global_step, state.epoch, global_batch_size, layout, self.identity)
-
-    def _write_model(self, folder: Path) -> None:
-        weights = whole_weights(self.built.named, self.mine, self.writes)
-        if self.writes:
-            own = {name: buffer for name, buffer in self.built.buffers.items() if name in self.mine}
-            weights |= {name: buffer.detach().to("cpu", copy=True) for name, buffer in own.items()}
-        write_weights(folder, weights, self.stage, self.stages, self.writes)
-        if leads() and self.save_config is not None:
+    def _write_model(self, folder: Path, put: Put) -> None:
+        """Write this stage's part of the model and, on rank 0, the index of all parts and the config."""
+        buffers = ((name, buffer) for name, buffer in self.built.buffers.items() if name in self.mine)
+        own = file_name("model", self.stage, self.stages)
+        sizes = self._write(put, folder / own, chain(whole_weights(self.built.named, self.mine), buffers))
+        parts = every((own, sizes if self.writes else {}))
+        if not leads():
+            return
+        if self.stages > 1:
+            places = {name: file for file, names in parts for name in names}
+            total = sum(size for _, names in parts for size in names.values())
+            write_json(folder / SAFE_WEIGHTS_INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": places})
+        if self.save_config is not None:
             self.save_config(folder)
-        if leads() and self.processing_class is not None:
+        if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
+
+    def _write(self, put: Put, path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+        """Write the tensors, unless another pipeline does; their sizes in bytes. All data-parallel ranks of a stage
+        must call it, because ZeRO-1 shards what the tensors are made of."""
+        sizes: dict[str, int] = {}
+
+        def taken() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in tensors:
+                sizes[name] = tensor.nbytes
+                yield name, tensor
+
+        if self.writes:
+            put(path, taken(), METADATA)
+        else:
+            deque(taken(), maxlen=0)
+        return sizes
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -153,28 +184,13 @@ def read_record(folder: Path) -> dict[str, Any]:
     return read_json_object(folder / PIPELINE_RECORD)
 
 
-def whole_weights(named: Named, mine: set[str], keeps: bool) -> dict[str, torch.Tensor]:
-    """The fp32 weights named in `mine`, on the CPU. All data-parallel ranks of a stage must call it, because ZeRO-1
-    shards them; with `keeps` false, a rank gets nothing back."""
+def whole_weights(named: Named, mine: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The fp32 weights named in `mine`. All data-parallel ranks of a stage must take them all."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    found = {}
     for name, parameter in named.items():
-        if name in mine and (value := safe_get_full_fp32_param(parameter)) is not None and keeps:
-            found[name] = value.detach().to("cpu", torch.float32).contiguous()
-    return found
-
-
-def write_weights(folder: Path, weights: dict[str, torch.Tensor], stage: int, stages: int, writes: bool) -> None:
-    """Write this stage's part of the model and, on rank 0, the index of all parts. Every rank must call it."""
-    own = file_name("model", stage, stages)
-    if writes:
-        save_file(weights, folder / own, metadata={"format": "pt"})
-    parts = every((own, {name: tensor.nbytes for name, tensor in weights.items()} if writes else {}))
-    if leads() and stages > 1:
-        places = {name: file for file, names in parts for name in names}
-        total = sum(size for _, names in parts for size in names.values())
-        write_json(folder / SAFE_WEIGHTS_INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": places})
+        if name in mine and (value := safe_get_full_fp32_param(parameter)) is not None:
+            yield name, value.detach().float()
 
 
 def load_weights(folder: Path, named: Named, buffers: dict[str, torch.Tensor]) -> None:

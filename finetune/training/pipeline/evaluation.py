@@ -14,7 +14,7 @@ from transformers.trainer_utils import speed_metrics
 
 from finetune.models.pipeline import PipelineModel
 from finetune.training.guards.nan_guard import poisoned
-from finetune.training.pipeline.batches import EvaluationShard
+from finetune.training.pipeline.batches import EvaluationShard, loader
 from finetune.training.speed import wall_clock
 
 
@@ -56,7 +56,7 @@ def evaluated(trainer: Any) -> dict[str, float]:
     shard = EvaluationShard(samples, trainer.args.eval_batch_size, trainer.pipeline, trainer.pipelines)
     batches = None
     if trainer.is_first or trainer.is_last:
-        batches = map(trainer.model.split, trainer.loader(trainer.eval_dataset, shard))
+        batches = map(trainer.model.split, loader(trainer, trainer.eval_dataset, shard))
     loss.real_rows, loss.figures = deque(shard.real_rows), None
     if not trainer.dynamic:
         engine.reset_activation_shape()  # evaluation batches have a different size

@@ -3,12 +3,13 @@ tensors and back, in any layout."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import distributed
 
 from finetune.training.pipeline.engine import Named
@@ -19,6 +20,11 @@ def file_name(kind: str, stage: int, stages: int) -> str:
     if stages == 1:
         return f"{kind}.safetensors"
     return f"{kind}-{stage + 1:05d}-of-{stages:05d}.safetensors"
+
+
+def save_tensors(path: Path, tensors: Iterable[tuple[str, torch.Tensor]], metadata: dict[str, str]) -> None:
+    """Write tensors on any device, by their names."""
+    save_file({name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors}, path, metadata)
 
 
 def find_tensors(folder: Path, kind: str) -> dict[str, Path]:
@@ -49,10 +55,9 @@ class FlatStates:
     def __init__(self, optimizer: Any, groups: Sequence[Named], process_group: Any) -> None:
         self.optimizer, self.groups, self.process_group = optimizer, groups, process_group
 
-    def whole(self, wanted: set[str]) -> dict[str, torch.Tensor]:
-        """The states of the weights `wanted`, on the CPU, under keys like "exp_avg:WEIGHT_NAME". All data-parallel
-        ranks must call it, even those that want none."""
-        found = {}
+    def whole(self, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The states of the weights `wanted`, under keys like "exp_avg:WEIGHT_NAME"; each is valid until the next one.
+        All data-parallel ranks must take them all, even those that want none."""
         for group, named in zip(self.optimizer.param_groups, self.groups, strict=True):
             (flat,) = group["params"]
             state = self.optimizer.state[flat]
@@ -61,8 +66,7 @@ class FlatStates:
                 pieces = self._gathered(state[key])[: sum(sizes)].split(sizes)
                 for (name, p), piece in zip(named.items(), pieces, strict=True):
                     if name in wanted:
-                        found[f"{key}:{name}"] = piece.reshape(p.shape).to("cpu", copy=True)
-        return found
+                        yield f"{key}:{name}", piece.reshape(p.shape)
 
     def _gathered(self, part: torch.Tensor) -> torch.Tensor:
         parts = [torch.empty_like(part) for _ in range(distributed.get_world_size(self.process_group))]

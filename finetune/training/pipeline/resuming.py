@@ -11,7 +11,7 @@ from transformers.trainer_callback import ExportableState
 
 from finetune.errors import RequestError
 from finetune.run.files import STATE_FILE
-from finetune.training.checkpoints.final import best_to_load, note_place_of_best
+from finetune.training.checkpoints.final import best_to_load
 from finetune.training.pipeline.checkpoint import read_record
 from finetune.training.reshard.resuming import loadable
 from finetune.training.resuming import restore_callbacks
@@ -24,16 +24,12 @@ def alike(tensor: torch.Tensor) -> torch.Tensor:
 
 def save_checkpoint(trainer: Any) -> None:
     """Save a PipelineTrainer's checkpoint atomically, and delete those beyond --save_total_limit."""
-    state, args = trainer.state, trainer.args
-    place = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-    note_place_of_best(state, place)
+    state, saves = trainer.state, trainer.saves
     trainer.running_loss.note(alike)
     kept = [callback for callback in trainer.handler.callbacks if isinstance(callback, ExportableState)]
     state.stateful_callbacks = {type(callback).__name__: callback.state() for callback in kept}
-    trainer.checkpoints.save(place, state, trainer.global_batch_size, weights_only=args.save_only_model)
-    if trainer.launch.speaks:
-        trainer.keeper.trust(place)
-        trainer.keeper.rotate(args.save_total_limit, place, state.best_model_checkpoint)
+    batch = trainer.global_batch_size
+    saves.save(lambda folder: trainer.checkpoints.write(folder, batch, saves.beside.writer))
 
 
 def resume(trainer: Any, folder: Path) -> TrainerState:
@@ -52,11 +48,12 @@ def resume(trainer: Any, folder: Path) -> TrainerState:
     state = TrainerState.load_from_json(str(folder / STATE_FILE))
     restore_callbacks(trainer.handler.callbacks, state, trainer.args.restore_callback_states_from_checkpoint)
     if trainer.launch.speaks:
-        trainer.keeper.go_on_from(folder, state.global_step)
+        trainer.saves.keeper.go_on_from(folder, state.global_step)
     return state
 
 
 def load_best(trainer: Any) -> None:
+    trainer.saves.beside.finish()
     best = best_to_load(Path(trainer.args.output_dir), trainer.state.best_model_checkpoint)
     if best is not None:
         trainer.checkpoints.load_weights(best)

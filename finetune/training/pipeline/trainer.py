@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
@@ -27,13 +25,13 @@ from finetune.models.pipeline import PipelineModel
 from finetune.run.flags.guards import GuardArguments
 from finetune.run.launch import Launch
 from finetune.training.checkpoints.identity import Identity
-from finetune.training.checkpoints.rotation import Keeper
+from finetune.training.checkpoints.saves import Saves
 from finetune.training.checkpoints.writing import every
 from finetune.training.evaluation import EvaluatesOnce
 from finetune.training.guards.nan_guard import NanGuard
 from finetune.training.guards.pipeline_adapter import PipelineSuspect
-from finetune.training.interruption import StopOnSignal, close_trackers, deaf_to_sigterm
-from finetune.training.pipeline.batches import TrainingShard
+from finetune.training.interruption import StopOnSignal, close_trackers
+from finetune.training.pipeline.batches import TrainingShard, loader
 from finetune.training.pipeline.checkpoint import Checkpoints
 from finetune.training.pipeline.engine import build_engine
 from finetune.training.pipeline.evaluation import StageLoss, evaluated, note_best
@@ -80,7 +78,7 @@ class PipelineTrainer(EvaluatesOnce):
         guards: GuardArguments | None = None,
         identity: Identity | None = None,
     ) -> None:
-        self.guards = guards or GuardArguments(hang_timeout=0.0, on_nan="off", stop_grace=0.0)
+        self.guards = guards or GuardArguments(hang_timeout=0.0, on_nan="off", stop_grace=0.0, async_save="off")
         self.ds_config, self.identity = ds_config, identity
         self.model, self.parts, self.args, self.launch = model, parts, args, launch
         self.train_dataset, self.eval_dataset, self.collator = train_dataset, eval_dataset, data_collator
@@ -94,14 +92,14 @@ class PipelineTrainer(EvaluatesOnce):
         self.engine, self.optimizer, self.scheduler = built.engine, built.optimizer, built.scheduler
         self.grid, self.device = self.engine.grid, self.engine.device
         self.stage, self.pipeline = self.grid.get_stage_id(), self.grid.get_data_parallel_rank()
-        self.checkpoints = Checkpoints(built, parts, model.save, processing_class, identity)
+        self.checkpoints = Checkpoints(built, parts, model.save, processing_class, args.save_only_model)
         if weights is not None:
             self.checkpoints.load_weights(weights)
         torch.manual_seed(args.seed + launch.rank)  # every stage must draw different dropout masks
 
         self.speed = SpeedMeter(model.multiplied_parameters, launch.world_size)
         self.state, self.control = TrainerState(), TrainerControl()
-        self.keeper = Keeper(Path(args.output_dir))
+        self.saves = Saves(self, self.checkpoints)
         self.stop, self.running_loss = StopOnSignal(self.guards.stop_grace), RunningLoss()
         self.suspect = PipelineSuspect(self) if self.guards.on_nan != "off" else None
         self.nan_guard = NanGuard(self.guards, self.suspect) if self.suspect else None
@@ -124,7 +122,7 @@ class PipelineTrainer(EvaluatesOnce):
     def _callbacks(self, others: Sequence[TrainerCallback]) -> list[TrainerCallback]:
         reports = [report() for report in get_reporting_integration_callbacks(self.args.report_to)]
         shown = display(self.args, self.compute_metrics)
-        own = (self.speed, shown, self.running_loss, SavesLast(), self.stop, self.nan_guard)
+        own = (self.speed, shown, self.running_loss, SavesLast(), self.saves.beside, self.stop, self.nan_guard)
         return [DefaultFlowCallback(), *reports, *others, *filter(None, own)]
 
     @property
@@ -151,6 +149,16 @@ class PipelineTrainer(EvaluatesOnce):
 
     def train(self, resume_from_checkpoint: str | None = None) -> TrainOutput:
         """Train to the end."""
+        try:
+            return self._train(resume_from_checkpoint)
+        except InterruptedRunError:
+            close_trackers(self.handler, self.args, self.state, self.control)
+            raise
+        finally:
+            self.saves.beside.close(gives_time=True)
+            self.stop.end_grace()
+
+    def _train(self, resume_from_checkpoint: str | None) -> TrainOutput:
         args, state, handler = self.args, self.state, self.handler
         epochs = math.ceil(self.max_steps / self.steps_per_epoch)
         if resume_from_checkpoint:
@@ -163,7 +171,8 @@ class PipelineTrainer(EvaluatesOnce):
         state.train_batch_size = args.train_batch_size
         state.compute_steps(args, self.max_steps)
         if args.save_strategy != SaveStrategy.NO:
-            self.checkpoints.check_space(Path(args.output_dir), "before the first step", args.save_only_model)
+            self.saves.check_space("before the first step")
+            self.saves.beside.choose(self.guards.async_save)
         self.data_files = mapped_files()
         first_step, start = state.global_step, time.monotonic()
         self._grad_norm: float | None = None
@@ -175,11 +184,7 @@ class PipelineTrainer(EvaluatesOnce):
         for epoch in range(first_step // self.steps_per_epoch, epochs):
             if self.control.should_training_stop or state.global_step >= self.max_steps:
                 break
-            try:
-                self._epoch(epoch, skipped=state.global_step - epoch * self.steps_per_epoch)
-            except InterruptedRunError:
-                close_trackers(handler, args, state, self.control)
-                raise
+            self._epoch(epoch, skipped=state.global_step - epoch * self.steps_per_epoch)
         steps = state.global_step - first_step
         metrics: dict[str, Any] = speed_metrics("train", wall_clock(start), steps * self.global_batch_size, steps)
         metrics["train_loss"] = self.running_loss.mean(state.global_step, alike)
@@ -200,7 +205,7 @@ class PipelineTrainer(EvaluatesOnce):
         batches = None
         if self.is_first or self.is_last:
             shard = TrainingShard(self.sampler, args.train_batch_size, self.pipeline, self.pipelines, skipped)
-            batches = iter(self.loader(self.train_dataset, shard))
+            batches = iter(loader(self, self.train_dataset, shard))
         for _ in range(skipped, self.steps_per_epoch):
             self.control = handler.on_step_begin(args, state, self.control)
             self._step(batches)
@@ -240,19 +245,6 @@ class PipelineTrainer(EvaluatesOnce):
             note_schedule(self, recorder)
         self.running_loss.add(loss.detach(), self.state.global_step, filters=False)
         self._grad_norm = self.engine.get_global_grad_norm()
-
-    def loader(self, dataset: Any, shard: Any) -> Any:
-        """Collated micro-batches of a shard, in its order, on the CPU. A loader draws a seed for its workers from a
-        separate generator, so that a resumed run draws the same dropout masks."""
-        return DataLoader(
-            dataset,
-            batch_sampler=shard,
-            collate_fn=self.collator,
-            num_workers=self.args.dataloader_num_workers,
-            generator=torch.Generator().manual_seed(self.args.seed),
-            pin_memory=self.device.type == "cuda",
-            worker_init_fn=functools.partial(deaf_to_sigterm, None),
-        )
 
     def _log_evaluate_save(self) -> None:
         """Do what the callbacks have requested, in the Trainer's order."""

@@ -275,6 +275,8 @@ class EveryStep(Suspect):
 
     def advance_schedule(self) -> None: ...
 
+    def finish_saves(self) -> None: ...
+
 
 @pytest.mark.parametrize(("third", "ends"), [(1000, True), (1001, False)])
 def test_only_the_bad_steps_of_the_last_thousand_count_towards_the_limit(

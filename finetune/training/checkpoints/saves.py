@@ -1,0 +1,232 @@
+"""The checkpoints of one run, with any engine: saving with a manifest, rotation, and optionally writing while training
+continues (--async_save)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformers import TrainerCallback
+from transformers.integrations import get_reporting_integration_callbacks
+
+from finetune.run.files import STATE_FILE
+from finetune.run.flags.guards import WORTH_BYTES
+from finetune.training.checkpoints.atomic_folder import AtomicFolder
+from finetune.training.checkpoints.beside import Writer
+from finetune.training.checkpoints.final import note_place_of_best
+from finetune.training.checkpoints.manifest import Spread
+from finetune.training.checkpoints.rotation import Keeper
+from finetune.training.checkpoints.space import check_space, free_memory
+from finetune.training.checkpoints.writer_process import Job
+from finetune.training.checkpoints.writing import About, every, explained, leads, of_first, rank, ranks, together
+
+MEMORY_SHARE = 0.5  # of a host's free memory: the most that the copies may take
+
+
+class Saved(Protocol):
+    """What the ranks of one engine save. All ranks must call every method."""
+
+    @property
+    def layout(self) -> Spread:
+        """How it is spread over the ranks, for the manifest."""
+
+    def expected_bytes(self) -> int:
+        """The approximate size of a checkpoint, all ranks together."""
+
+    def copied_bytes(self, size: int) -> int:
+        """Of a checkpoint of `size` bytes, how many the ranks of the busiest host copy before it is written."""
+
+    def obstacle(self) -> str | None:
+        """Why it cannot be copied to memory, or None."""
+
+
+class Saves:
+    """The saves of one trainer's run. All ranks must call every method except `go_on`."""
+
+    def __init__(self, trainer: Any, saved: Saved) -> None:
+        self.trainer, self.saved = trainer, saved
+        self.keeper = Keeper(Path(trainer.args.output_dir))
+        self.saved_bytes = 0  # size of the last checkpoint, all files
+        self.beside = SavesBeside(self)
+        self.chosen: Path | None = None  # the checkpoint that the run resumes from
+
+    @property
+    def place(self) -> Path:
+        """The folder for this step's checkpoint."""
+        return Path(self.trainer.args.output_dir) / f"checkpoint-{self.trainer.state.global_step}"
+
+    def save(self, write: Callable[[Path], None]) -> None:
+        """`write` writes this rank's files into the unfinished folder, or gives them to the writer. The state that it
+        may have written there is written again, because the paths in it are those of that folder."""
+        trainer, state, place = self.trainer, self.trainer.state, self.place
+        size, layout = trainer.global_batch_size, self.saved.layout
+        about = About(state.global_step, state.epoch, size, layout, trainer.identity)
+        self.beside.finish(place.name)
+        self.check_space(f"step {about.step}")
+        beside = self.beside.of(about)
+        with (whole := AtomicFolder(place, about, beside)) as folder:
+            write(folder)
+            note_place_of_best(state, place)
+            if leads():
+                state.save_to_json(str(folder / STATE_FILE))
+        if beside is not None:
+            if trainer.stop.agreed:  # the run stops after this save
+                beside.finish()
+            return
+        self.saved_bytes = whole.bytes
+        if leads():
+            self.keeper.trust(place)
+            self.keeper.rotate(trainer.args.save_total_limit, place, state.best_model_checkpoint)
+
+    def go_on(self) -> None:
+        """Called on rank 0 once the Trainer knows the step after which a resumed run begins."""
+        if self.chosen is not None:
+            self.keeper.go_on_from(self.chosen, self.trainer.state.global_step)
+
+    def check_space(self, when: str) -> None:
+        """Raises RunError if there is too little room for the next checkpoint."""
+        check_space(Path(self.trainer.args.output_dir), self.expected_bytes(), when)
+
+    def expected_bytes(self) -> int:
+        """The size of the next checkpoint, all ranks together."""
+        return self.saved_bytes or self.saved.expected_bytes()
+
+
+class SavesBeside(TrainerCallback):
+    """The asynchronous saves of one run. Add it before StopOnSignal, which ends a run at a save. All ranks must call
+    `choose`, `of` and `finish`."""
+
+    def __init__(self, saves: Saves) -> None:
+        self.saves = saves
+        self.writer: Writer | None = None  # None if saves are synchronous
+        self.about: About | None = None
+        self.place: Path | None = None  # of the checkpoint in progress
+        self.said: set[str] = set()
+
+    def choose(self, asked: str) -> None:
+        """Called before the first step with the flag's value; rank 0 prints the outcome."""
+        if asked == "off" or self.writer is not None:
+            return
+        size = self.saves.expected_bytes()
+        why = next((words for words in every(obstacle(self.saves, size)) if words), None)
+        if why is None and (asked == "on" or size >= WORTH_BYTES):
+            together(self._start)
+            self._say(
+                f"checkpoints are written while training continues (--async_save {asked}): a copy of about "
+                f"{size / 2**20:,.0f} MiB, all ranks together, stays in host memory"
+            )
+        elif why is not None and (asked == "on" or size >= WORTH_BYTES):
+            self._say(f"note: --async_save {asked}: saves stay synchronous, because {why}.")
+
+    def of(self, about: About) -> SavesBeside | None:
+        """The object that finishes the next checkpoint, or None if the ranks do so themselves."""
+        self.about = about
+        return self if self.writer is not None else None
+
+    def begin(self, place: Path) -> None:
+        assert self.writer is not None
+        self.place = place
+        self.writer.begin(place)
+
+    @property
+    def names(self) -> list[str]:
+        return self.writer.names if self.writer is not None else []
+
+    def hand_over(self, sizes: dict[str, int]) -> None:
+        assert self.writer is not None
+        assert self.place is not None
+        assert self.about is not None
+        trainer = self.saves.trainer
+        job = Job(self.place, self.about, rank(), ranks(), sizes, ())
+        if leads():
+            state = trainer.state
+            limit, best = trainer.args.save_total_limit, state.best_model_checkpoint
+            job = replace(job, keeper=self.saves.keeper, limit=limit, best=best)
+        self.writer.hand_over(job)
+
+    def finish(self, because: str = "") -> None:
+        """Wait until the checkpoint in progress is in place. Raises RunError on all ranks if one could not write."""
+        if self.writer is None or self.place is None:
+            return
+        writer, place, self.place = self.writer, self.place, None
+        if because and "waits" not in self.said and leads() and not writer.is_done():
+            self.said.add("waits")
+            self._say(f"note: {because} waits for {place.name}, which is still being written. Save less often, or on a "
+                      "faster disk. This is said once.")  # fmt: skip
+        with explained(place):
+            try:
+                together(lambda: writer.wait(whole=False))
+                report = of_first(together(lambda: writer.wait(whole=True) if leads() else None))
+            except BaseException:
+                self.close()
+                raise
+        assert report is not None
+        self.saves.saved_bytes = report.bytes
+        if leads():
+            self.saves.keeper.trusted = report.trusted
+
+    def close(self, gives_time: bool = False) -> None:
+        """Stop writing; with `gives_time`, first let the checkpoint in progress finish (Writer.close)."""
+        if self.writer is not None:
+            self.writer.close(gives_time and self.place is not None)
+        self.writer = self.place = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        engine = getattr(self.saves.trainer, "deepspeed", None)  # of a Trainer; a pipeline's writes no files itself
+        if self.writer is not None and engine is not None:
+            from finetune.training.checkpoints.deepspeed_writer import copy_for
+
+            copy_for(engine, self.keep)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Each rank on its own: an error of its writer ends the run at its next save, or at its end."""
+        if self.writer is None or self.place is None or self.place.name in self.said:
+            return
+        error = self.writer.look()
+        if error is not None:
+            self.said.add(self.place.name)
+            print(
+                f"\nwarning: rank {rank()}: {self.place.name} is not saved: {error}. Earlier checkpoints are whole. "
+                "The run will end with status 1 at its next save, or at its end.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.finish()
+
+    def keep(self, path: str | Path, content: Any, is_zip: bool = True) -> bool:
+        """True if the file that torch.save would write will be written later."""
+        return self.writer is not None and self.writer.keep(path, content, is_zip)
+
+    def _start(self) -> None:
+        self.writer = Writer()
+
+    def _say(self, words: str) -> None:
+        if leads():
+            print(words, flush=True)
+
+
+def obstacle(saves: Saves, size: int) -> str | None:
+    """Why checkpoints of `size` bytes cannot be written while training continues, or None. All ranks must call it."""
+    args, needed = saves.trainer.args, saves.saved.copied_bytes(size)
+    if not hasattr(os, "memfd_create"):
+        return "this system has no memfd_create to hold the copies (Linux has)"
+    if args.save_on_each_node:
+        return "with --save_on_each_node, several ranks write files of the same name"
+    if why := saves.saved.obstacle():
+        return why
+    for kind in get_reporting_integration_callbacks(args.report_to):
+        own = "on_save" in vars(kind)
+        if own and (kind.__name__ != "WandbCallback" or os.environ.get("WANDB_LOG_MODEL") == "checkpoint"):
+            return f"{kind.__name__} may upload each checkpoint as it is saved"
+    if needed > MEMORY_SHARE * (free := free_memory()):
+        return (
+            f"the copies take about {needed / 2**20:,.0f} MiB of this host's memory, of which {free / 2**20:,.0f} MiB "
+            "are free, and they may take at most half of that"
+        )
+    return None
