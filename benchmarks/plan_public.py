@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import plan_longest
 import plan_speed
 
 from finetune import plan
@@ -33,9 +34,9 @@ HEAD = """# Plans compared with published measurements
 
 `python benchmarks/plan_public.py`
 
-Figures from seven publications, compared with what `finetune plan` says about the same run. We measured none of them
-ourselves. Plans use `--loss_chunk_tokens 0`, because all publications compute all logits at once. No row was changed,
-or excluded because of its error.
+Figures from eight publications, compared with what `finetune plan` says about the same run. We measured none of them
+ourselves. Plans use `--loss_chunk_tokens 0`, because the publications compute all logits at once, unless a row says
+otherwise. No row was changed, or excluded because of its error.
 
 # Memory
 
@@ -133,7 +134,7 @@ def page(data: dict[str, Any]) -> str:
         f"| {planned:.1f} | {error:+.0%} |"
         for (row, planned), error in zip(third, errors, strict=True)
     ]
-    return "\n".join([*lines, *plan_speed.page(data)]) + "\n"
+    return "\n".join([*lines, *plan_longest.page(data), *plan_speed.page(data)]) + "\n"
 
 
 def step_peak(job: Job, machine: Machine) -> int:

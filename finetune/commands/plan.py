@@ -270,7 +270,8 @@ def _layout(one: Candidate) -> dict[str, Any]:
 
 def _job(job: Job) -> dict[str, Any]:
     names = ("engine", "world_size", "ranks_per_node", "stages", "micro_batch", "tokens", "accumulation", "precision",
-             "checkpoint_interval", "attention", "loss_chunk_tokens", "device", "global_batch")  # fmt: skip
+             "checkpoint_interval", "attention", "loss_chunk_tokens", "sequence_parallel_size",
+             "tiled_mlp_num_shards", "device", "global_batch")  # fmt: skip
     return {
         "model": job.model.family,
         "parameters": job.model.parameters,

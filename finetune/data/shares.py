@@ -60,7 +60,7 @@ class SharedTexts:
             batch["position_ids"] = torch.arange(length).expand(len(ids), length)
         share = length // self.size
         part = slice(self.rank * share, (self.rank + 1) * share)
-        shared = {name: value[:, part].contiguous() for name, value in batch.items()}
+        shared = {name: value[:, part].clone() for name, value in batch.items()}
         shared[REAL_TOKENS] = real.sum().reshape(1) * (self.rank == 0)
         shared |= numbers
         return shared if documents is None else {**shared, WHOLE_POSITIONS: documents}

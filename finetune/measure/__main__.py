@@ -26,9 +26,11 @@ from finetune.measure.train import train, train_pipeline
 from finetune.measure.watch import OBSERVED_STEPS, WARM_STEPS, Watch
 from finetune.models.chunked_loss import use_chunked_loss
 from finetune.models.gptlite_pipeline import gptlite_pipeline
+from finetune.models.tiled_mlp import use_tiled_mlp
 from finetune.plan.families.parts import CLASSES
 from finetune.run.flags.common import RunArguments
 from finetune.run.flags.pipeline import PipelineArguments
+from finetune.run.flags.sequence_parallel import SequenceParallelArguments
 from finetune.run.run import Run
 from finetune.training.loss import settle_loss_scaling
 from finetune.training.start import Session, start
@@ -48,7 +50,8 @@ def main(run: Run) -> None:
     training.max_steps = OBSERVED_STEPS + WARM_STEPS + trial.timed_steps
     config = json.loads(Path(trial.model_config).read_text())
     many = training.max_steps * training.train_batch_size * training.gradient_accumulation_steps * training.world_size
-    data = [samples(config, trial.head, trial.sequence_tokens, is_pipeline)] * many
+    is_shared = run.sequence_parallel_size > 1
+    data = [samples(config, trial.head, trial.sequence_tokens, is_pipeline, is_shared)] * many
     memory = Allocations(training.device.type)
     watch = Watch(memory)
     memory.__enter__()  # Watch exits it
@@ -66,12 +69,15 @@ def _trainer(session: Session, config: dict[str, Any], data: Samples, watch: Wat
         use_chunked_loss(model, trial.loss_chunk_tokens)
     else:
         settle_loss_scaling(base, label_per_token=trial.head != CLASSES)
+    if shards := session[SequenceParallelArguments].tiled_mlp_num_shards:
+        use_tiled_mlp(model, shards)
     train(session, model, data, watch)
 
 
 def _pipeline(session: Session, config: dict[str, Any], data: Samples, watch: Watch) -> None:
     interval = session[RunArguments].activation_checkpoint_interval or 0
-    model = gptlite_pipeline(config_of(config), seed=session.training.seed)
+    chunk = session[TrialArguments].loss_chunk_tokens
+    model = gptlite_pipeline(config_of(config), session.training.seed, chunk)
     train_pipeline(session, model, session[PipelineArguments], data, interval, watch)
 
 

@@ -54,8 +54,11 @@ def build_adapted(values: dict[str, Any], head: str, attention: str, adapter: st
     return base, with_adapter(base, arguments, None, task)
 
 
-def samples(config: dict[str, Any], head: str, tokens: int, for_pipeline: bool = False) -> dict[str, torch.Tensor]:
-    """One sample, without a batch dimension."""
+def samples(
+    config: dict[str, Any], head: str, tokens: int, for_pipeline: bool = False, is_shared: bool = False
+) -> dict[str, torch.Tensor]:
+    """One sample, without a batch dimension. A text that ranks share has shifted labels: the token
+    after a part is another rank's."""
     if config["model_type"] == "mlp":
         return {"inputs": torch.ones(config["width"]), "labels": torch.tensor(0)}
     ids = torch.arange(tokens) % config["vocab_size"]
@@ -67,4 +70,6 @@ def samples(config: dict[str, Any], head: str, tokens: int, for_pipeline: bool =
         return {"input_ids": ids, "start_positions": torch.tensor(0), "end_positions": torch.tensor(1)}
     if for_pipeline:
         return {"input_ids": ids, "shift_labels": ids.roll(-1)}
+    if is_shared:
+        return {"input_ids": ids, "labels": (following := ids.roll(-1)), "shift_labels": following}
     return {"input_ids": ids, "labels": ids}

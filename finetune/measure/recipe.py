@@ -7,6 +7,7 @@ from typing import Any
 
 from finetune.run.flags.common import RunArguments
 from finetune.run.flags.pipeline import PipelineArguments
+from finetune.run.flags.sequence_parallel import SequenceParallelArguments
 from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE
 from finetune.run.recipe import PIPELINE, TRAINER, Recipe
 
@@ -43,7 +44,7 @@ class TrialArguments:
 
 TRIAL = Recipe(
     name="trial",
-    groups=(TrialArguments, RunArguments),
+    groups=(TrialArguments, SequenceParallelArguments, RunArguments),
     pipeline_groups=(PipelineArguments,),
     engines=(TRAINER, PIPELINE),
     defaults={**SHORT_RUN, "output_dir": "runs/trial"},

@@ -87,6 +87,10 @@ def arguments(job: Job, config: dict[str, Any] | None, folder: Path, steps: int,
         flags["activation_checkpoint_interval"] = job.checkpoint_interval
     if job.engine == FSDP:
         flags["fsdp"] = True
+    if job.sequence_parallel_size > 1:
+        flags["sequence_parallel_size"] = job.sequence_parallel_size
+    if job.tiled_mlp_num_shards:
+        flags["tiled_mlp_num_shards"] = job.tiled_mlp_num_shards
     if job.model.lora is not None:
         flags["adapter"] = json.dumps(_adapter(job.model.lora, job.dtype))
     if job.engine == PIPELINE:

@@ -26,17 +26,22 @@ PROBE_VOCABULARY = 16
 def choose_chunk_tokens(asked: int | None, model: Any, device: str, changes: Mapping[str, Any] | None = None) -> int:
     """Rows of logits per chunk; 0 for all at once. If this torch or the model, with `changes` to its config, does not
     support chunks, raises RequestError when they were `asked` for, and else returns 0."""
+    chunk = chunk_tokens_of(asked, model.config.get_text_config().vocab_size, device)
+    reason = refusal(model, changes) if chunk else None
+    if reason and asked:
+        raise RequestError(f"--loss_chunk_tokens {asked}: {reason}. Set it to 0.")
+    return 0 if reason else chunk
+
+
+def chunk_tokens_of(asked: int | None, vocab_size: int, device: str) -> int:
+    """The same for a model whose head and loss are known to allow it. Raises RequestError if this torch does not."""
     can = hasattr(nn.functional, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions")
     if asked and not can:
         raise RequestError(
             f"--loss_chunk_tokens {asked} needs torch 2.13 or newer, and this is {torch.__version__}. Leave it out, or "
             "on a GPU use --use_liger_kernel True."
         )
-    chunk = loss_chunk_tokens(asked, model.config.get_text_config().vocab_size, device)
-    reason = refusal(model, changes) if chunk and can else None
-    if reason and asked:
-        raise RequestError(f"--loss_chunk_tokens {asked}: {reason}. Set it to 0.")
-    return 0 if reason or not can else chunk
+    return loss_chunk_tokens(asked, vocab_size, device) if can else 0
 
 
 class LossHead(nn.Linear):

@@ -8,6 +8,8 @@ if documents do not attend to each other, `(x, position_ids (B, T))`.
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,7 +22,7 @@ from transformers.masking_utils import create_causal_mask
 from finetune.data.packing import IGNORED
 from finetune.errors import RequestError
 from finetune.models.causal import CausalSource
-from finetune.models.chunked_loss import row_figures
+from finetune.models.chunked_loss import LossHead, row_figures
 from finetune.models.gptlite import GPTLiteBlock, GPTLiteConfig, GPTLiteForCausalLM, GPTLitePreTrainedModel
 from finetune.models.pipeline import PipelineLayer, PipelineModel, draw_layer
 from finetune.run.flags.language import CausalModelArguments
@@ -103,27 +105,57 @@ class GPTLiteNorm(nn.Module):
 
 
 class GPTLiteHead(nn.Module):
-    """x (B, T, C) to logits (B, T, vocabulary)."""
+    """x (B, T, C) to logits (B, T, vocabulary), unless they are made `late`."""
 
-    def __init__(self, config: GPTLiteConfig, seed: int | None = None) -> None:
+    def __init__(self, config: GPTLiteConfig, seed: int | None = None, late: LateHead | None = None) -> None:
         super().__init__()
+        self.late = late
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if seed is not None:
             draw_layer(self, GPTLitePreTrainedModel(config)._init_weights, seed, place=3 + config.num_hidden_layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.lm_head(x)
+        logits: torch.Tensor = self.lm_head(x) if self.late is None else self.late.keep(self.lm_head.weight, x)
         return logits
 
 
-def tied_head(module: GPTLiteTokens, x: torch.Tensor) -> torch.Tensor:
+@dataclass
+class LateHead:
+    """A head that runs within the loss, on `chunk_tokens` positions at a time: the last layer passes hidden states on
+    unchanged, and leaves its weight here. So no stage holds the logits of a micro-batch."""
+
+    chunk_tokens: int
+    weight: Any = None  # (vocabulary, C) of the last stage; weak, since other ranks only measure it
+
+    def keep(self, weight: nn.Parameter, x: torch.Tensor) -> torch.Tensor:
+        self.weight = weakref.ref(weight)
+        return x
+
+    def loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """`summed_loss` of hidden states (B, T, C); without gradients each row's `row_figures` (B, 3)."""
+        weight = self.weight()
+        head = LossHead(*reversed(weight.shape), bias=False, device="meta")
+        head.weight, head.chunk_tokens, head.targets, head.items = weight, self.chunk_tokens, targets, 1
+        # DeepSpeed's engine keeps the loss until the next (0.19.8, runtime/pipe/engine.py, self.loss), and with torch's
+        # own operator that would keep the gradients that its forward pass made.
+        head.keeps_losses = True
+        found: torch.Tensor = head(x)
+        return found
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def figures(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.loss(x, targets)
+
+
+def tied_head(module: GPTLiteTokens, x: torch.Tensor, late: LateHead | None = None) -> torch.Tensor:
     """The head of a model with tied embeddings, on whichever stage it runs."""
-    return nn.functional.linear(x, module.tokens.weight)
+    weight = module.tokens.weight
+    return nn.functional.linear(x, weight) if late is None else late.keep(weight, x)
 
 
-def pipeline_layers(config: GPTLiteConfig, seed: int | None) -> list[PipelineLayer]:
+def pipeline_layers(config: GPTLiteConfig, seed: int | None, late: LateHead | None = None) -> list[PipelineLayer]:
     """The layers with their weights' names in the whole model. With `seed` None, weights are not initialized: they will
-    be loaded."""
+    be loaded. `late`: the loss makes the logits."""
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
     tied = config.tie_word_embeddings
@@ -133,10 +165,11 @@ def pipeline_layers(config: GPTLiteConfig, seed: int | None) -> list[PipelineLay
         if tied
         else LayerSpec(GPTLiteTokens, config, seed)
     )
+    head_of_tokens = partial(tied_head, late=late)
     last = (
-        TiedLayerSpec(TIED, GPTLiteTokens, config, seed, tied_weight_attr=weight, forward_fn=tied_head)
+        TiedLayerSpec(TIED, GPTLiteTokens, config, seed, tied_weight_attr=weight, forward_fn=head_of_tokens)
         if tied
-        else LayerSpec(GPTLiteHead, config, seed)
+        else LayerSpec(GPTLiteHead, config, seed, late)
     )
     embeddings = "transformer.embeddings"
     blocks = [LayerSpec(GPTLiteBlockLayer, config, index, seed) for index in range(config.num_hidden_layers)]
@@ -149,17 +182,19 @@ def pipeline_layers(config: GPTLiteConfig, seed: int | None) -> list[PipelineLay
     ]
 
 
-def gptlite_pipeline(config: GPTLiteConfig, seed: int | None) -> PipelineModel:
-    """A GPT-lite for `finetune.training.pipeline`; see `pipeline_layers` for `seed`."""
+def gptlite_pipeline(config: GPTLiteConfig, seed: int | None, chunk_tokens: int = 0) -> PipelineModel:
+    """A GPT-lite for `finetune.training.pipeline`; see `pipeline_layers` for `seed`. The loss is computed on
+    `chunk_tokens` positions at a time, 0: on all."""
+    late = LateHead(chunk_tokens) if chunk_tokens else None
     with torch.device("meta"):
         total = GPTLiteForCausalLM(config).num_parameters()
     looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     return PipelineModel(
-        layers=pipeline_layers(config, seed),
+        layers=pipeline_layers(config, seed, late),
         split=split_batch,
-        loss=summed_loss,
+        loss=late.loss if late else summed_loss,
         items=count_targets,
-        figures=row_figures,
+        figures=late.figures if late else row_figures,
         checkpointed=CHECKPOINTED,
         multiplied_parameters=total - looked_up,
         config=config,
@@ -170,11 +205,6 @@ def gptlite_pipeline(config: GPTLiteConfig, seed: int | None) -> PipelineModel:
 def check_gptlite(source: CausalSource, arguments: CausalModelArguments) -> None:
     """Raises RequestError for a pretrained model other than a GPT-lite in a folder, and for flags that its pipeline
     does not support."""
-    if arguments.loss_chunk_tokens:
-        raise RequestError(
-            f"--loss_chunk_tokens {arguments.loss_chunk_tokens}: the last stage of a pipeline computes all logits of a "
-            "micro-batch. Drop it, or lower --per_device_train_batch_size."
-        )
     if arguments.resize_embeddings:
         raise RequestError("--resize_embeddings: a pipeline cannot resize them. Resize with recipes/causal_lm.py.")
     kind = getattr(source.config, "model_type", None)

@@ -54,6 +54,12 @@ def all_gather(machine: Machine, size: float, group: Group) -> float:
 reduce_scatter = all_gather
 
 
+def all_to_all(machine: Machine, size: float, group: Group) -> float:
+    """Every rank sends a different N-th of its `size` bytes to each other, pair by pair (nccl-tests, PERFORMANCE.md:
+    (N - 1) / N of the bytes cross each rank's bus)."""
+    return all_gather(machine, size, group)
+
+
 def all_reduce(machine: Machine, size: float, group: Group) -> float:
     """The faster of ring and double binary tree, as NCCL chooses. Ring: a reduce-scatter and an all-gather. Tree: up
     and down, all bytes cross the bus twice, but few steps between nodes."""

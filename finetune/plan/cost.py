@@ -43,9 +43,10 @@ def cost_of(found: Plan, price_per_gpu_hour: float, steps: int | None) -> Cost:
 
 def one_more_of(found: Plan) -> Plan:
     """The same layout and micro-batch with one more GPU, or with the fewest that the layout can add: one per stage for
-    a pipeline, a group that shares weights for ZeRO++."""
+    a pipeline, a group that shares weights for ZeRO++, or texts."""
     job = found.job
-    ranks = job.world_size + (job.stages if job.engine == PIPELINE else max(1, job.zero.hpz_ranks))
+    fewest = job.stages if job.engine == PIPELINE else max(job.zero.hpz_ranks, job.sequence_parallel_size)
+    ranks = job.world_size + fewest
     has_room = job.world_size <= job.ranks_per_node and ranks <= found.machine.ranks_per_node
     one = replace(job, world_size=ranks, ranks_per_node=ranks if has_room else job.ranks_per_node)
     return plan(one, found.machine)

@@ -14,9 +14,9 @@ from finetune.plan.write import flags_of
 
 
 def smallest_cluster(job: Job, machine: Machine, limits: Limits, steps: int | None, hours: float) -> Answer:
-    """The fewest ranks that do `steps` steps of the global batch in `hours`. Tries each number that divides the batch:
-    within one node, then whole nodes; skips those on which no layout is possible. Raises RequestError if none is fast
-    enough."""
+    """The fewest ranks that do `steps` steps of the global batch in `hours`. Tries each number that divides the batch,
+    of ranks or of groups that share texts: within one node, then whole nodes; skips those on which no layout is
+    possible. Raises RequestError if none is fast enough."""
     if steps is None or steps < 1:
         raise RequestError("--deadline: the number of steps depends on the data, which is not read. Give --max_steps.")
     batch, per_node, smaller = limits.global_batch or job.global_batch, job.ranks_per_node, None
@@ -24,9 +24,9 @@ def smallest_cluster(job: Job, machine: Machine, limits: Limits, steps: int | No
     least_speed = steps * batch / (3600 * hours)  # samples a second
     step = plan_seconds(job, machine)
     best_speed = max(machine.peak_flops.values()) / (step.model_flops / step.samples)  # per rank: no plan is faster
-    numbers = [
-        n for n in range(1, min(batch, MOST_RANKS) + 1) if batch % n == 0 and (n <= per_node or not n % per_node)
-    ]
+    divisors = (n for n in range(1, min(batch, MOST_RANKS) + 1) if batch % n == 0)
+    counts = (n * job.sequence_parallel_size for n in divisors)
+    numbers = [n for n in counts if n <= per_node or not n % per_node]
     for ranks in numbers:
         if ranks * best_speed >= least_speed:
             one = replace(job, world_size=ranks, ranks_per_node=min(ranks, per_node))
@@ -34,7 +34,7 @@ def smallest_cluster(job: Job, machine: Machine, limits: Limits, steps: int | No
             for best in tried[-1] or ():
                 if best.samples_per_second >= least_speed:
                     takes = steps * batch / best.samples_per_second / 3600
-                    flags = flags_of(best.plan.job, best.layout, limits.has_disk)
+                    flags = flags_of(best.plan.job, best.layout, limits.has_disk, job.sequence_parallel_size > 1)
                     return Answer("deadline", ((ranks, best),), smaller, flags, takes)
         smaller = ranks
     if tried and all(one is None for one in tried):

@@ -17,6 +17,7 @@ from finetune.plan.machine import Machine
 from finetune.plan.model import Model, in_4bit, read_config, with_lora
 from finetune.plan.optimizers import optimizer_of
 from finetune.plan.run_model import is_adapter, lora_of, model_of_run
+from finetune.plan.shared_texts import check_shared, of_long_texts, with_deepspeed
 from finetune.plan.zero import read_zero
 from finetune.run.engine import (
     context_of,
@@ -75,6 +76,7 @@ def job_of(
     model, run = subject.model, settle_engine(run)
     notes += _rows_of_texts(run)
     _check_engine(run, model)
+    run = with_deepspeed(run, machine.device, notes)
     lora, asked = lora_of(run, model), deepspeed_config_of(run)
     flags = precision_flags(run, stated_precision(asked), lambda: _fastest(machine, notes), bool(asked))
     precision = _precision(run, flags, machine, asked)
@@ -97,6 +99,7 @@ def job_of(
         device=_device(machine),
         dtype=base_dtype(run, flags["bf16"]),
         saves_beside_from=_saves_beside_from(run),
+        **of_long_texts(run),
         **_teacher(run, flags["bf16"], params_per_layer, notes),
         **({"eval_batch": eval_batch_of(run)} | _preferences(run, model, flags["bf16"], notes)),
     )
@@ -112,7 +115,9 @@ def job_of(
     optimizer, engine = optimizer_of(run.value("optim"), loaded.config), DEEPSPEED if run.stages is None else PIPELINE
     if "nvme" in (zero.offload_optimizer, zero.offload_param):
         job = replace(job, saves_beside_from=None)
-    return replace(job, engine=engine, zero=zero, optimizer=optimizer), loaded.config, [*notes, *loaded.notes]
+    job = replace(job, engine=engine, zero=zero, optimizer=optimizer)
+    check_shared(run, job)
+    return job, loaded.config, [*notes, *loaded.notes]
 
 
 def _saves_beside_from(run: Run) -> int | None:
@@ -185,11 +190,6 @@ def _check_numbers(run: Run, params_per_layer: int | None) -> None:
 
 def _check_engine(run: Run, model: Model) -> None:
     """Raises RequestError for what cannot be planned."""
-    if run.sequence_parallel_size > 1:
-        raise RequestError(
-            f"{run.said('sequence_parallel_size')}: sequence parallelism is not planned yet. For the memory, plan "
-            "without it and with --block_size divided by it; the time will differ."
-        )
     if run.value("fsdp") or fsdp_by_accelerate(run):
         _check_fsdp(run, model)
     if run.stages is not None and model.family not in LISTED:
@@ -230,7 +230,7 @@ def _chunk(run: Run, model: Model, machine: Machine) -> int:
     routers_add = model.sizes.is_on("output_router_logits", False) and "router_aux_loss_coef" not in run.recipe.flags
     does_more = model.family in CAPPED or routers_add  # finetune.models.chunked_loss inspects the model itself
     is_whole = "lm_head" in adapted or (not asked and does_more)
-    if run.stages is not None or model.head != CAUSAL or is_whole or model.trace is not None:
+    if model.head != CAUSAL or is_whole or model.trace is not None:
         return 0
     return loss_chunk_tokens(asked, model.vocab_size, _device(machine))
 

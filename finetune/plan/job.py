@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -11,6 +12,7 @@ from finetune.plan.forward.parts import Batch, Part
 from finetune.plan.model import Model
 from finetune.plan.optimizers import Optimizer
 from finetune.plan.tape import Tape
+from finetune.plan.tiles import tiled
 from finetune.plan.values import FP32_BYTES, HALF_BYTES, Numbers
 from finetune.plan.zero import Zero
 
@@ -53,15 +55,24 @@ class Job:
     reference: str = ""  # what `teacher` is in preferences: SECOND, a separate model; OWN_BASE, this model's base
     texts: int = 1
     baseline: bool = False
+    sequence_parallel_size: int = 1  # ranks that share each text
+    checkpoints_on_host: bool = False  # with `checkpoint_interval`: what recomputed layers save lies on the host
+    tiled_mlp_num_shards: int = 0  # parts of the tokens on which each MLP is computed in turn; 0: it is not tiled
 
     @property
     def data_parallel_size(self) -> int:
+        """Ranks with the same layers, over which ZeRO shards."""
         return self.world_size // self.stages
+
+    @property
+    def readers(self) -> int:
+        """Ranks, or groups of ranks that share texts, that read different samples."""
+        return self.data_parallel_size // self.sequence_parallel_size
 
     @property
     def global_batch(self) -> int:
         """Samples per step, over all ranks."""
-        return self.micro_batch * self.accumulation * self.data_parallel_size
+        return self.micro_batch * self.accumulation * self.readers
 
     @property
     def sample_tokens(self) -> int:
@@ -71,7 +82,8 @@ class Job:
     @property
     def batch(self) -> Batch:
         rows = self.micro_batch * (1 if self.baseline else self.texts)
-        return Batch(rows, self.tokens, self.image_size, self.targets)
+        sharing = self.sequence_parallel_size
+        return Batch(rows, self.tokens // sharing, self.image_size, self.targets, sharing)
 
     @property
     def uses_autocast(self) -> bool:
@@ -125,7 +137,21 @@ class Job:
 
 def tape_of(job: Job, part: Part | None = None) -> Tape:
     """A micro-batch of one rank, or of the pipeline stage with the layers `part`."""
-    return _tape(job.model, job.batch, job.numbers, job.checkpoint_interval, part, job.loss_chunk_tokens)
+    made = _tape(job.model, job.batch, job.numbers, job.checkpoint_interval, part, job.loss_chunk_tokens)
+    return offloading(tiled(made, job.tiled_mlp_num_shards), job.checkpoints_on_host)
+
+
+@lru_cache(maxsize=128)
+def offloading(tape: Tape, offloads: bool) -> Tape:
+    made = copy(tape)
+    made.offloads = offloads
+    return made if offloads else tape
+
+
+def checkpoints_of(job: Job) -> tuple[int, ...]:
+    """Bytes of the hidden states that each recomputed layer saves on the host; empty if it saves them on the device."""
+    segments = tape_of(job).segments if job.checkpoints_on_host else ()
+    return tuple(segment.entry[0].bytes for segment in segments if segment.recomputed)
 
 
 def layers_of(job: Job) -> Tape:

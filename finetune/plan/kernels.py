@@ -63,7 +63,7 @@ class Kernels:
             return forward, self.moved(op.moved) if given > 1 and op.passes_on else NOTHING
         if not given and not op.weights:
             return forward, NOTHING
-        return forward, self._work(op, op.gemms_back, op.moved_back, op.kernels_back, "backward")
+        return forward, self._work(op, (*op.gemms_back, *op.gemms_again), op.moved_back, op.kernels_back, "backward")
 
     def _work(self, op: Op, gemms: tuple[Gemm, ...], moved: float, kernels: int, way: str = "forward") -> Work:
         if not kernels:

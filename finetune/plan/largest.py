@@ -62,8 +62,9 @@ def most_that_fits(
         )
     found.sort(key=lambda one: (-one[0], -one[1].samples_per_second))
     index, best = found[0]
-    one = best.plan.job
-    flags = flags_of(one, has_disk=True) if limits is None else flags_of(one, best.layout, limits.has_disk)
+    one, shares = best.plan.job, job_at(sizes[0]).sequence_parallel_size > 1
+    asked = ("", True) if limits is None else (best.layout, limits.has_disk)
+    flags = flags_of(one, *asked, shares)
     flags += f" --per_device_eval_batch_size {best.plan.job.eval_batch}" if best.plan.job.eval_batch else ""
     flags += f" --{flag} {sizes[index]}" if flag else ""
     beyond = sizes[index + 1] if index + 1 < len(sizes) else None
@@ -75,11 +76,12 @@ def _layouts(job: Job, machine: Machine, limits: Limits | None) -> Iterator[tupl
         yield AS_ASKED, lambda one: one
         return
     for layout, base in bases(job, machine, limits):
-        yield layout, partial(_laid, layout, base.checkpoint_interval)
+        yield layout, partial(_laid, layout, base)
 
 
-def _laid(layout: str, interval: int, job: Job) -> Job:
-    return replace(laid_out(job, layout), checkpoint_interval=interval)
+def _laid(layout: str, base: Job, job: Job) -> Job:
+    changes = {name: getattr(base, name) for name in ("checkpoint_interval", "sequence_parallel_size")}
+    return replace(laid_out(job, layout), **changes)
 
 
 def _fullness(job: Job, machine: Machine) -> float:

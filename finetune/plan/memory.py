@@ -13,7 +13,7 @@ from finetune.plan.engines.zero12 import Bf16Stage, Stage, Zero12
 from finetune.plan.families.no_text import NO_TEXT
 from finetune.plan.families.parts import CLASSES, Sizes
 from finetune.plan.forward.parts import Part
-from finetune.plan.job import FSDP, OWN_BASE, PIPELINE, TRAINER, Job, tape_of
+from finetune.plan.job import FSDP, OWN_BASE, PIPELINE, TRAINER, Job, checkpoints_of, tape_of
 from finetune.plan.machine import Machine
 from finetune.plan.model import Model, Tensor
 from finetune.plan.schedule import FORWARD, order_of
@@ -26,7 +26,8 @@ from finetune.plan.zero import Zero
 BESIDE_STEPS = ("evaluation", "saving")  # phases outside training steps
 TEACHER, REFERENCE = "teacher", "reference"
 BATCH, WORKSPACE, BUFFERS, SAVED = "batch", "workspace", "model buffers", "weights being saved"
-COPIED = "copy of a checkpoint"
+COPIED, CHECKPOINTS = "copy of a checkpoint", "activation checkpoints"
+COLUMNS_OF_SHARED = 4  # of texts that ranks share: ids, positions, and labels twice (finetune/data/shares.py)
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,9 @@ def plan_memory(job: Job, machine: Machine, rank: int = 0, bounds: Sequence[int]
     if isinstance(layout, (Zero3, Fsdp)):
         layout.trace(tape)
     layout.hold(device)
+    if sizes := checkpoints_of(job):
+        # Pinned memory comes in powers of two (ATen/core/CachingHostAllocator.h, allocate).
+        host.take(CHECKPOINTS, sum(1 << (size - 1).bit_length() for size in sizes))
     device.take(BATCH, batch_bytes(job))
     if job.teacher is not None and job.reference != OWN_BASE:
         ranks = job.world_size if job.zero.stage == 3 else 1
@@ -119,9 +123,9 @@ def _still(model: Model) -> Model:
 
 
 def _evaluate(job: Job, layout: Resident, device: Ledger) -> None:
-    """One evaluation batch, with ids and labels. Logits are reduced on the device, batch by batch, as the recipes do
-    (preprocess_logits_for_metrics)."""
-    asked = replace(job, micro_batch=job.eval_batch, checkpoint_interval=0, baseline=False)
+    """One evaluation batch, with ids and labels, of whole texts. Logits are reduced on the device, batch by batch, as
+    the recipes do (preprocess_logits_for_metrics)."""
+    asked = replace(job, micro_batch=job.eval_batch, checkpoint_interval=0, baseline=False, sequence_parallel_size=1)
     tape = tape_of(replace(asked, model=_still(job.model)))
     size = batch_bytes(replace(asked, accumulation=1))
     device.phase = "evaluation"
@@ -219,13 +223,14 @@ def _pipeline_step(job: Job, tape: Tape, layout: Resident, device: Ledger, stage
 def _pipe_bytes(job: Job, stage: int) -> int:
     """Buffers that the pipeline engine keeps between steps (runtime/pipe/engine.py): one to receive from each
     neighbour, as large as the hidden state; a copy of each input in flight, and its gradient; on the last stage also
-    the logits of each."""
+    its output of each, the logits or, if the loss makes them in chunks, hidden states."""
     hidden = job.batch.positions * job.model.hidden_size * job.weight_bytes
     logits = job.batch.positions * (job.model.vocab_size or job.model.sizes.labels) * job.weight_bytes
+    output = hidden if job.loss_chunk_tokens else logits
     flying = min(max(2, min(job.stages - stage, job.accumulation)), job.accumulation)
     neighbours = (stage > 0) + (stage < job.stages - 1)
     copies = 2 * hidden if stage > 0 else 0
-    return neighbours * hidden + flying * (copies + (logits if stage == job.stages - 1 else 0))
+    return neighbours * hidden + flying * (copies + (output if stage == job.stages - 1 else 0))
 
 
 def _layout(job: Job, tensors: tuple[Tensor, ...], rank: int, host: Ledger) -> Resident:
@@ -256,6 +261,8 @@ def batch_bytes(job: Job) -> int:
         return rows * (numbers * FP32_BYTES + INT64_BYTES)
     if job.texts > 1:  # per text ids, mask, targets and a place, per row labels (finetune/data/preference_batches.py)
         return rows * (INT64_BYTES * (job.texts * (3 * job.tokens + 1) + 2) + 1)
+    if (sharing := job.sequence_parallel_size) > 1:
+        return INT64_BYTES * rows * COLUMNS_OF_SHARED * (job.tokens // sharing)
     labels = 1 if job.model.head == CLASSES else job.tokens
     labels = labels if job.targets is None else 2 * job.targets  # and the decoder's inputs: the labels, shifted
     return INT64_BYTES * rows * (job.tokens + labels)

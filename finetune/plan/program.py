@@ -143,7 +143,7 @@ class _Player:
         found = {}
         for at, segment in self.made.items():
             if segment.recomputed and keeps:
-                for value in segment.entry:
+                for value in segment.entry[self.tape.offloads :]:  # the first, hidden states, may go to the host
                     self._save(value.storage)
             for place, op in enumerate(segment.ops):
                 self._run(op, place, segment.start + place, keeps and not segment.recomputed)
@@ -202,6 +202,8 @@ class _Player:
 
     def _back_through(self, segment: Segment) -> None:
         again = segment.recomputed
+        if again and self.tape.offloads:
+            self._save(segment.entry[0].storage)  # comes back from the host
         for place in reversed(range(len(segment.ops))):
             op = segment.ops[place]
             if again and (op.saved or op.weights):  # the first that needs what was not saved

@@ -75,7 +75,7 @@ def small(run: Run, question: str | None = None) -> Run:
     """The run with one sample per rank, unless a batch size is given: the recipe's default would leave less room. For
     --longest with the shortest samples: the length given may be more than the model reads."""
     if question == LONGEST and (flag := tokens_flag(run)):
-        run = run.settled(f"--{LONGEST}", **{flag: TOKENS[flag][1]})
+        run = run.settled(f"--{LONGEST}", **{flag: run.sequence_parallel_size * TOKENS[flag][1]})
     return run.settled("one, since no batch size is given", **{name: 1 for name in BATCHES if name not in run.given})
 
 
@@ -103,7 +103,9 @@ def longest(
         raise RequestError(f"--{LONGEST}: {run.recipe.script} reads no text. Ask for --{BATCH} instead.")
     grows = flag != "block_size" and not run.value("model_name_or_path")  # a new encoder has enough
     most = MOST_TOKENS if grows else min(positions_of(job.model.sizes.config.get), MOST_TOKENS)
-    sizes = [*range(BLOCK_STEP, most + 1, BLOCK_STEP), *((most,) if most % BLOCK_STEP else ())]
+    sharing = run.sequence_parallel_size
+    step, most = math.lcm(BLOCK_STEP, sharing), most - most % sharing
+    sizes = [*range(step, most + 1, step), *((most,) if most % step else ())]
     answer = most_that_fits(LONGEST, flag, sizes, lambda size: at(size)[0], machine, limits)
     return answer, at(answer.found)[2]
 

@@ -23,6 +23,7 @@ class Recorder:
         self._kept: list[Value] = []
         self.outlasting: dict[Storage, int] = {}  # storages freed by a later segment, and the segment that made them
         self._casts: dict[str, Value] = {}  # autocast's cache
+        self.offloads = False  # what recomputed segments save lies on the host
 
     def trains(self, weight: str) -> bool:
         return self.lora is None or self.lora.saves(weight.rpartition(".")[0])
@@ -114,7 +115,7 @@ class Recorder:
             moved_back = kernels_back = 0
         saved = tuple(value.storage for value in kept)
         self._add(Op(name, tuple(inputs), (out, *side), saved, weights, passes_on, narrows, scratch, scratch_back,
-                     gemms, gemms_back, moved, moved_back, kernels, kernels_back, module))  # fmt: skip
+                     gemms, gemms_back, (), moved, moved_back, kernels, kernels_back, module))  # fmt: skip
         return out
 
     def _add(self, op: Op) -> None:

@@ -32,6 +32,7 @@ MOST_STAGES = 16
 MOST_RANKS = 4096  # the limit of curves and of proposed numbers of ranks
 SHOWN = 12  # of the fastest, besides the fastest of each layout
 TRAINER_ALONE = "none"
+NOT_SHARED = (TRAINER_ALONE, "zeropp", "pipeline")  # layouts without shared texts and tiled MLPs
 NOT_EVERYWHERE = (
     "pipeline is for GPT-lites, zeropp for several nodes of GPUs, and some models cannot be sharded by ZeRO-3"
 )
@@ -81,6 +82,8 @@ class Candidate:
             parts.append("checkpointing")
         if job.stages > 1:
             parts.append(f"{job.stages} stages")
+        if job.sequence_parallel_size > 1:
+            parts.append(f"{job.sequence_parallel_size} ranks per text")
         return ", ".join(parts)
 
 
@@ -155,14 +158,20 @@ def _precisions(job: Job, machine: Machine, limits: Limits) -> list[str]:
 def _leaders(fitting: list[tuple[float, str, Job]]) -> Iterator[tuple[str, Job]]:
     layouts = set()
     for index, (_, layout, job) in enumerate(fitting):
-        if index < SHOWN or layout not in layouts:
+        kind = layout, job.sequence_parallel_size
+        if index < SHOWN or kind not in layouts:
             yield layout, job
-        layouts.add(layout)
+        layouts.add(kind)
 
 
 def bases(job: Job, machine: Machine, limits: Limits) -> Iterator[tuple[str, Job]]:
-    """Each combination of layout, checkpointing and number of stages to search, as a job."""
+    """Each combination of layout, checkpointing and number of stages to search, as a job. If ranks are to share texts,
+    each layout also without that, for comparison."""
+    if (sharing := job.sequence_parallel_size) > 1:
+        yield from bases(replace(job, sequence_parallel_size=1), machine, limits)
     for layout in limits.layouts:
+        if (sharing > 1 or job.tiled_mlp_num_shards) and layout in NOT_SHARED:
+            continue
         if layout == "zeropp" and (machine.device == "cpu" or job.world_size <= job.ranks_per_node):
             continue  # on one node it is the same as zero3
         if not job.model.shards and laid_out(job, layout).zero.stage == 3:
@@ -208,7 +217,7 @@ def _batches(job: Job, limits: Limits, asked: int) -> Iterator[Job]:
     """Micro-batches doubled from 1, and the requested one."""
     doubled = [1 << power for power in range(LARGEST_MICRO_BATCH.bit_length())]
     for micro in sorted({*doubled, asked}):
-        share = micro * job.data_parallel_size
+        share = micro * job.readers
         if limits.global_batch is None:
             steps = MICRO_BATCHES_A_STAGE * job.stages if job.stages > 1 else limits.accumulation
             yield replace(job, micro_batch=micro, accumulation=steps)

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
-from finetune.plan.collectives import p2p
+from finetune.plan.collectives import Group, all_to_all, p2p
 from finetune.plan.engines.resident import Weights
-from finetune.plan.job import PIPELINE, Job, layers_of, tape_of
+from finetune.plan.exchange import exchanges_of
+from finetune.plan.job import PIPELINE, Job, checkpoints_of, layers_of, tape_of
 from finetune.plan.kernels import NOTHING, SegmentWork, Work, kernels_of, passed
 from finetune.plan.machine import Machine
 from finetune.plan.partition import balanced_bounds
@@ -114,6 +115,8 @@ def plan_seconds(job: Job, machine: Machine) -> StepSeconds:
         exposed += count * waited
         # On a GPU transfers to and from the host overlap with all other work.
         offload += count * max(0.0, flow.offload - (beside.device + waited if job.device != "cpu" else 0.0))
+    moved = 2 * sum(checkpoints_of(job)) / machine.host_link.bandwidth_bytes_per_second  # on the stream that computes
+    traded = micros * _exchange(job, machine)
     forward = forward + _asked(job, machine)
     launches = (forward + backward + again).times(micros).launches + (copies + update.work).launches
     sent = traffic.forward.communication * micros + traffic.backward.communication * (micros - 1)
@@ -123,12 +126,23 @@ def plan_seconds(job: Job, machine: Machine) -> StepSeconds:
         "recomputation": again.device * micros,
         "copies": copies.device,
         "optimizer": update.work.device + update.host,
-        "exposed_communication": exposed,
-        "offload": offload,
+        "exposed_communication": exposed + traded,
+        "offload": offload + micros * moved,
     }
     parts["launch"] = _launch(machine, launches, sum(parts.values()) - update.host)
+    sent += traded
     sent += traffic.boundary.communication + traffic.step.communication
     return _step(job, machine, segments, parts, sent)
+
+
+def _exchange(job: Job, machine: Machine) -> float:
+    """Seconds in which the ranks that share a text trade tokens for heads and back, in a micro-batch. Attention waits
+    for it. Neighbouring ranks share a text."""
+    found, ranks = exchanges_of(_tape(job)), job.sequence_parallel_size
+    if found is None:
+        return 0.0
+    group = Group(ranks, min(job.ranks_per_node, ranks))
+    return sum(all_to_all(machine, size, group) for size in (*found.sizes, *found.back))
 
 
 def _ending(job: Job, machine: Machine, weights: Weights) -> tuple[Traffic, Update]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from finetune.plan.program import TEMPORARY, Event, Kind, Stretch, evaluation_of, program_of
 from finetune.plan.tape import Tape
-from finetune.plan.values import Op, Segment
+from finetune.plan.values import TILED_MLP, Op, Segment
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,9 @@ class Engine:
     def after_forward(self, ledger: Ledger) -> None:
         """The forward pass is over."""
 
+    def part_of_gradient(self, ledger: Ledger, name: str) -> None:
+        """The first part of a parameter's gradient has come, of several that are added up before it is complete."""
+
     def gradient(self, ledger: Ledger, name: str) -> None:
         """A parameter's gradient of this micro-batch is complete, and in `ledger` as "temporary"."""
 
@@ -139,6 +142,8 @@ class Pass:
                 if size := self.gradient_bytes(name):
                     if kind is Kind.MADE:
                         self.ledger.take(TEMPORARY, size, op.name)
+                        if op.name == TILED_MLP:
+                            self.engine.part_of_gradient(self.ledger, name)
                     else:
                         self._hand_on(name, size)
 

@@ -9,6 +9,7 @@ HALF_BYTES = 2
 INT64_BYTES = 8
 FOREVER = 1 << 60
 ATTENTION, FLASH_ATTENTION_2 = "attention", "flash_attention_2"  # fused, by torch or by the package of that name
+ALL_TO_ALL, TILED_MLP = "all_to_all", "tiled_mlp"
 CHUNKED_LOSS = "linear_cross_entropy"  # an operator that moves bytes besides its products
 
 
@@ -118,6 +119,7 @@ class Op:
     scratch_back: int = 0  # temporary bytes of its backward pass, while the gradients that it makes exist
     gemms: tuple[Gemm, ...] = ()
     gemms_back: tuple[Gemm, ...] = ()
+    gemms_again: tuple[Gemm, ...] = ()  # products that the backward pass computes again
     moved: int = 0
     moved_back: int = 0
     kernels: int = 1

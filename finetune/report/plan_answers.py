@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from finetune.plan.plan import Plan
     from finetune.plan.search import Candidate
 
+SHARING = "SP"  # ranks per text
 # By question: the answer; the next size, which fails; and what to print if there is none.
 WORDS = {
     "longest": ("The longest block that fits: {} tokens", "{} do not fit", "The model reads no more than that"),
@@ -40,15 +41,17 @@ def show_answer(answer: Answer | None, lines: list[str], console: Console | None
         console.print(line, style=None if line.startswith(" ") else "bold", markup=False, highlight=False, emoji=False)
     if answer is not None and len(answer.options) > 1:
         rows = tuple((_said(size), *_cells(one)) for size, one in answer.options)
-        columns = ("largest", "layout", "ckpt", "peak GiB", "host GiB per node", "speed")
-        print_table(console, Table("By layout", columns, rows, texts=("layout",)).fitted(console.width))
+        columns = ("largest", "layout", "ckpt", SHARING, "peak GiB", "host GiB per node", "speed")
+        table = Table("By layout", columns, rows, texts=("layout",))
+        is_shared = any(one.plan.job.sequence_parallel_size > 1 for _, one in answer.options)
+        print_table(console, (table if is_shared else table.without([SHARING])).fitted(console.width))
     if lines:
         console.print()
 
 
 def answer_line(answer: Answer) -> str:
     best, plan, (found, beyond, end) = answer.options[0][1], answer.plan, WORDS[answer.question]
-    _, _, device, host, speed = _cells(best)
+    device, host, speed = _cells(best)[-3:]
     parameters = f"{count_words(plan.job.model.parameters)} parameters"
     hours = "" if answer.hours is None else f" in {answer.hours:.3g} hours"
     return (
@@ -62,7 +65,8 @@ def _cells(one: Candidate) -> tuple[str, ...]:
     job, speed, is_text = one.plan.job, one.samples_per_second, one.plan.job.model.family not in NO_TEXT
     said = f"{number(speed * job.sample_tokens)} tokens/s" if is_text else f"{number(speed)} samples/s"
     ckpt = "yes" if job.checkpoint_interval else "no"
-    return one.name, ckpt, gib(one.plan.peak_bytes), gib(one.plan.host_bytes), said
+    held = gib(one.plan.peak_bytes), gib(one.plan.host_bytes)
+    return one.name, ckpt, str(job.sequence_parallel_size), *held, said
 
 
 def _said(size: int | str) -> str:

@@ -63,6 +63,7 @@ def headline(plan: Plan) -> str:
     batch = f"micro-batch {job.micro_batch}{of_tokens}"
     batch += f", accumulation {job.accumulation}" if job.accumulation > 1 else ""
     more = f", {job.stages} stages" if job.stages > 1 else ""
+    more += f", {job.sequence_parallel_size} of them per text" if job.sequence_parallel_size > 1 else ""
     more += ", activation checkpointing" if job.checkpoint_interval else ""
     samples = "sample" if job.global_batch == 1 else "samples"
     ranks = "1 rank" if job.world_size == 1 else f"{job.world_size:,} ranks"

@@ -157,6 +157,21 @@ def checkpoint_interval(run: Run) -> int:
     return 0 if kwargs is None else int(kwargs.get("every_n_layers", 1))
 
 
+def checkpoints_on_host(run: Run) -> bool:
+    """Whether recomputed layers keep their inputs in host memory (transformers 5.23, modeling_utils.py,
+    activation_checkpointing_enable)."""
+    return bool((checkpointing_kwargs(run) or {}).get("offload"))
+
+
+def check_offloaded(run: Run) -> None:
+    """Raises RequestError on a machine without a GPU: torch 2.13 tries to pin the memory that it copies to, and fails
+    (autograd/graph.py, save_on_cpu with device_type "cpu")."""
+    if checkpoints_on_host(run) and run.value("do_train"):
+        flags = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+        said = run.said(next(name for name in flags if run.value(name)))
+        raise RequestError(f"{said}: offload needs a GPU; on a CPU activations are in host memory anyway. Drop it.")
+
+
 def eval_batch_of(run: Run) -> int:
     """Evaluation samples per rank and batch; 0 for a run without evaluation."""
     return int(run.value("per_device_eval_batch_size")) if run.value("do_eval") or run.value("do_predict") else 0

@@ -6,13 +6,14 @@ from typing import Any
 
 from finetune.models.adapters import check_adapter, check_expert_adapter, kept_as, with_adapter
 from finetune.models.causal import CausalSource, build_causal_lm, find_causal_source, settled_config
-from finetune.models.chunked_loss import choose_chunk_tokens, use_chunked_loss
+from finetune.models.chunked_loss import choose_chunk_tokens, chunk_tokens_of, use_chunked_loss
 from finetune.models.document_mask import check_document_mask
 from finetune.models.experts import ASKED, narrow
 from finetune.models.gptlite_pipeline import check_gptlite, gptlite_pipeline, pipeline_layers
 from finetune.models.pipeline import PipelineModel
 from finetune.models.sequence_parallel import check_sequence_parallel
 from finetune.models.source import positions_of
+from finetune.models.tiled_mlp import choose_tiled_mlp, use_tiled_mlp
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.language import (
     BlockArguments,
@@ -21,6 +22,7 @@ from finetune.run.flags.language import (
     SampleArguments,
 )
 from finetune.run.flags.pipeline import PipelineArguments
+from finetune.run.flags.sequence_parallel import SequenceParallelArguments
 from finetune.training.experts import coefficient_for, watch_experts
 from finetune.training.loss import settle_loss_scaling
 from finetune.training.metrics import settle_language_arguments
@@ -65,6 +67,9 @@ def language_model(session: Session, source: CausalSource, data: Any) -> Any:
         check_document_mask(base, max(training.train_batch_size, training.eval_batch_size))
     if (size := session.run.sequence_parallel_size) > 1 and session.launch.speaks:
         check_sequence_parallel(base, size, source.block_size)
+    choose_tiled_mlp(tiles := session[SequenceParallelArguments].tiled_mlp_num_shards, base)
+    if tiles:
+        use_tiled_mlp(model, tiles)
     if chunk:
         use_chunked_loss(model, chunk)
     watch_experts(session, base, model, router)
@@ -83,8 +88,10 @@ def stop_at(model: Any, ends: list[int]) -> None:
 def language_pipeline(session: Session, source: CausalSource, data: Any) -> PipelineModel:
     """GPT-lite as a list of layers; each rank builds those of its stage."""
     _check(session, source, data)
-    config = settled_config(session[CausalModelArguments], source, data.tokenizer)
-    return gptlite_pipeline(config, seed=None if source.pretrained else session.training.seed)
+    arguments = session[CausalModelArguments]
+    config = settled_config(arguments, source, data.tokenizer)
+    chunk = chunk_tokens_of(arguments.loss_chunk_tokens, config.vocab_size, session.training.device.type)
+    return gptlite_pipeline(config, None if source.pretrained else session.training.seed, chunk)
 
 
 def _check(session: Session, source: CausalSource, data: Any) -> None:

@@ -24,7 +24,7 @@ from finetune.run.engine import (
     stated_precision,
 )
 from finetune.run.environment import precision as precision_by_accelerate
-from finetune.run.facts import checkpointing_kwargs, object_of, precision_flags
+from finetune.run.facts import check_offloaded, checkpointing_kwargs, object_of, precision_flags
 from finetune.run.flags.compression import check_comm_hook
 from finetune.run.flags.profiling import check_profile
 from finetune.run.importing import end_imports
@@ -240,6 +240,7 @@ def check_kernels(run: Run, has_cuda: bool) -> None:
     """Raises RequestError for kernels that need a GPU."""
     if has_cuda:
         return
+    check_offloaded(run)
     if run.value("use_liger_kernel"):
         raise RequestError(f"{run.said('use_liger_kernel')}: its Triton kernels need a GPU. Drop it.")
     if run.value("attn_implementation") == "flex_attention" and run.value("do_train"):

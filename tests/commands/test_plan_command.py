@@ -223,7 +223,7 @@ def test_a_flag_takes_several_values_as_in_a_recipe(capsys: pytest.CaptureFixtur
         (["gpt2", "--longest", "--block_size", "64"], "--longest cannot be combined with --block_size"),
         (["gpt2", "--longest", "--global_batch_size", "64"], "--longest cannot be combined with --global_batch_size"),
         (["gpt2", "--longest", "--autotune", "2"], "--longest cannot be combined with --autotune"),
-        (["gpt2", "--longest", "--sequence_parallel_size", "2"], "sequence parallelism is not planned yet"),
+        (["gpt2", "--gpus_per_node", "8", "--sequence_parallel_size", "8"], "does not divide .* 12 attention heads"),
         (["resnet-50", "--longest"], "recipes/image_cls.py reads no text"),
         (
             ["gpt2", "--largest_batch", "--per_device_train_batch_size", "4"],

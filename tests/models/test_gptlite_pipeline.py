@@ -99,3 +99,34 @@ def test_flops_leave_out_a_table_that_is_looked_up() -> None:
     every = sum(p.numel() for p in a_model().parameters())
     assert gptlite_pipeline(untied, 0).multiplied_parameters == every - table
     assert gptlite_pipeline(tied, 0).multiplied_parameters == every - table
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
+def test_a_loss_in_chunks_is_that_of_all_logits(tied: bool) -> None:
+    """The last layer passes hidden states on; chunks are of 5 of 16 positions; some targets do not count."""
+    config = a_model(tie_word_embeddings=tied).config
+    ids = torch.arange(16).reshape(2, 8)
+    targets = ids.roll(-1, 1)
+    targets[0, 3:] = -100
+    (loss, gradients, figures), (chunked, others, by_chunk) = (passed(config, ids, targets, many) for many in (0, 5))
+    assert float(chunked) == pytest.approx(float(loss), rel=1e-6)
+    assert gradients.keys() == others.keys()
+    for name, gradient in gradients.items():
+        assert (others[name] - gradient).norm() <= 1e-6 * gradient.norm(), name
+    assert torch.allclose(by_chunk, figures, rtol=1e-6)
+    assert figures.shape == (2, 3)
+
+
+def passed(config: GPTLiteConfig, ids: torch.Tensor, targets: torch.Tensor, chunk: int) -> tuple[Any, Any, Any]:
+    """The loss, its gradients and the figures of an evaluation, through the layers one after another."""
+    model, packet, named = gptlite_pipeline(config, 3, chunk), ids, dict[str, Any]()
+    first = model.layers[0].build()
+    for layer in model.layers:
+        is_tied = layer is model.layers[-1] and config.tie_word_embeddings
+        module = first if is_tied or layer is model.layers[0] else layer.build()
+        named |= {layer.weight_name(name): p for name, p in module.named_parameters()}
+        packet = layer.spec.forward_fn(module, packet) if is_tied else module(packet)  # type: ignore[union-attr]
+    assert packet.shape[-1] == (config.hidden_size if chunk else config.vocab_size)
+    loss = model.loss(packet, targets)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in named.items()}, model.figures(packet.detach(), targets)

@@ -6,6 +6,7 @@ import json
 from statistics import median
 from typing import Any
 
+import plan_longest
 import plan_public
 import plan_speed
 import pytest
@@ -20,6 +21,11 @@ PUBLIC = json.loads((plan_public.RESULTS / "plan_public.json").read_text())
 def test_an_allocators_peak_on_a_t4_is_planned_within_one_percent(row: dict[str, Any]) -> None:
     """Eager attention's, too: its softmax takes a tensor more in the backward pass on a GPU than on a CPU."""
     assert plan_public.on_t4(row, PUBLIC["models"][row["model"]]) == pytest.approx(row["mib"], rel=0.01)
+
+
+def test_the_longest_published_text_that_ranks_share_is_planned_within_a_tenth() -> None:
+    row = next(row for row in PUBLIC["alst"] if row["sharing"] > 1)
+    assert plan_longest.planned(row) == pytest.approx(row["thousands"], rel=0.1)
 
 
 def test_published_speeds_are_planned_within_an_eighth_half_of_them_within_a_twentieth() -> None:

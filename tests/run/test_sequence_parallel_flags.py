@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from finetune.errors import RequestError
-from finetune.plan.from_run import job_of
-from finetune.plan.machine import find_machine
 from finetune.run.flags.sequence_parallel import check_heads, look_at_heads, sequence_faults_here
 from finetune.run.launch import Launch
 from finetune.run.recipes.causal_lm import CAUSAL_LM
@@ -46,6 +44,32 @@ def run_of(*argv: str, launch: Launch = TWO) -> Run:
 def test_a_flag_that_counts_on_whole_rows_is_refused(argv: list[str], said: str) -> None:
     with pytest.raises(RequestError, match=said):
         run_of(*argv)
+
+
+TILED = ("--tiled_mlp_num_shards", "4")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--torch_compile", "True"], "compiled tiles are untested"),
+        (["--use_liger_kernel", "True"], "it replaces the MLPs"),
+        (["--fsdp", "True"], "reduced after the first part"),
+        (["--auto_find_batch_size", "True"], "was not tried"),
+    ],
+)
+def test_a_flag_that_changes_mlps_or_their_gradients_does_not_go_with_tiles(argv: list[str], said: str) -> None:
+    with pytest.raises(RequestError, match=rf"tiled_mlp_num_shards.*{said}"):
+        resolve(CAUSAL_LM, [*TILED, *argv], TWO, is_here=False)
+
+
+def test_tiles_need_deepspeed_but_no_shared_texts() -> None:
+    run = resolve(CAUSAL_LM, TILED, Launch(), is_here=False)
+    assert list(sequence_faults_here(run, "zero2")) == []
+    (fault,) = sequence_faults_here(run, None)
+    assert "needs DeepSpeed" in fault
+    with pytest.raises(RequestError, match=r"tiled_mlp_num_shards.*a pipeline"):
+        resolve(CAUSAL_LM_PIPELINE, [*TILED, "--pipeline_parallel_size", "2"], TWO, is_here=False)
 
 
 def test_ranks_are_a_multiple_of_the_size() -> None:
@@ -115,8 +139,3 @@ def test_a_model_whose_attention_can_be_shared_is_taken(config: dict[str, Any], 
 def test_a_model_from_scratch_is_looked_at_likewise() -> None:
     with pytest.raises(RequestError, match="3 attention heads"):
         look_at_heads(run_of("--config_overrides", "num_attention_heads=3,hidden_size=96"))
-
-
-def test_it_is_not_planned_and_says_so() -> None:
-    with pytest.raises(RequestError, match="is not planned yet"):
-        job_of(run_of(), find_machine("cpu"))

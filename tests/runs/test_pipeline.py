@@ -137,6 +137,17 @@ def test_gradients_of_two_stages_are_those_of_one_process(
     assert_same_gradients(pipe(tmp_path / "run", {**uneven, **ONE_STEP}, stages=2, accumulation=8), one_step)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
+def test_gradients_of_a_loss_in_chunks_are_those_of_all_logits(
+    tied: bool, uneven: dict[str, Any], tmp_path: Path
+) -> None:
+    values = {**uneven, **ONE_STEP, "config_overrides": f"{SHAPE},tie_word_embeddings={str(tied).lower()}"}
+    whole, chunked = (pipe(tmp_path / str(n), {**values, "loss_chunk_tokens": n}, stages=2) for n in (0, 7))
+    assert_same_gradients(chunked, whole)
+    assert chunked.column("loss") == pytest.approx(whole.column("loss"), rel=1e-6)
+
+
 LAYOUTS = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)]
 
 

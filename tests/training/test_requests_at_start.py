@@ -16,6 +16,10 @@ from finetune.training.start import check_kernels
     [
         ("--attn_implementation flex_attention", "on a CPU it has no backward pass. Give sdpa"),
         ("--use_liger_kernel True", "its Triton kernels need a GPU"),
+        (
+            '--activation_checkpointing True --activation_checkpointing_kwargs {"offload":true}',
+            "activation_checkpointing_kwargs .*: offload needs a GPU",
+        ),
     ],
 )
 def test_kernels_that_no_cpu_trains_with_are_refused_where_there_is_no_gpu(words: str, said: str) -> None:

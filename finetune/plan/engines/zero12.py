@@ -60,6 +60,12 @@ class Zero12(Resident):
         if self.zero.stage == 2 or (self.zero.overlap_comm and self.is_boundary):
             self._into_bucket(ledger, name)
 
+    def part_of_gradient(self, ledger: Ledger, name: str) -> None:
+        """A bucket without room is reduced before it is asked whether the gradient is complete
+        (reduce_independent_p_g_buckets_and_remove_grads)."""
+        if self.zero.stage == 2 and self.filled + self.elements[name] > self.zero.reduce_bucket_size:
+            self._reduce(ledger)
+
     def _into_bucket(self, ledger: Ledger, name: str) -> None:
         elements = self.elements[name]
         if self.filled + elements > self.zero.reduce_bucket_size:

@@ -172,6 +172,11 @@ class Zero3(Resident):
         ledger.give(GATHERED, flat)
         self.here.update(names)
 
+    def part_of_gradient(self, ledger: Ledger, name: str) -> None:
+        """A bucket without room is reduced before it is asked whether the gradient is complete."""
+        if self.full + self.elements[name] > self.zero.reduce_bucket_size:
+            self._reduce(ledger)
+
     def gradient(self, ledger: Ledger, name: str) -> None:
         """__add_grad_to_ipg_bucket; a full bucket is reduced first (reduce_independent_p_g_buckets...)."""
         elements = self.elements[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from finetune.plan.exchange import SharedTape
 from finetune.plan.families.decoders import STYLES
 from finetune.plan.families.encoders import ENCODERS
 from finetune.plan.forward.encoders import encoder
@@ -41,7 +42,8 @@ def build_tape(model: Model, batch: Batch, numbers: Numbers, checkpoint_interval
         numbers = replace(numbers, attention="eager")
     shapes = {tensor.name: tensor.shape for tensor in model.tensors}
     packed = frozenset(tensor.name for tensor in model.tensors if tensor.is_packed)
-    tape = Tape(numbers, shapes, model.lora, packed, inputs_need_grad=bool(checkpoint_interval))
+    given = numbers, shapes, model.lora, packed, bool(checkpoint_interval)
+    tape = Tape(*given) if batch.sharing == 1 else SharedTape(*given, sharing=batch.sharing, rows=batch.rows)
     if model.trace is not None:
         tape_of_trace(model.trace, tape, batch, checkpoint_interval)
         return tape

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from finetune.plan.families.decoders import GPTLITE_PARTS
 from finetune.plan.forward.attention import Heads, eager_mask
 from finetune.plan.forward.gpt2 import gpt_block
-from finetune.plan.forward.losses import cross_entropy, decoder_head, label_loss
+from finetune.plan.forward.losses import chunked_loss, cross_entropy, decoder_head, label_loss
 from finetune.plan.forward.parts import Part, Setting, stack
 from finetune.plan.values import FP32_BYTES, Value
 
@@ -70,6 +70,8 @@ def _listed_gptlite(setting: Setting, part: Part) -> Listed:
             return _block(setting, place - 2, x, eager_mask(setting))
         if place == layers + 2:
             return tape.layer_norm(x, NORM)
+        if setting.loss_chunk_tokens:
+            return chunked_loss(setting, x, f"{EMBEDDINGS}.tokens.weight")
         logits = tape.linear(x, "lm_head", f"{EMBEDDINGS}.tokens.weight")
         loss = cross_entropy(tape, tape.cast(logits, FP32_BYTES), rows)
         tape.hold(logits)

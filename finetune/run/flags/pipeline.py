@@ -41,6 +41,7 @@ class PipelineArguments:
             ("activation_checkpointing", "gradient_checkpointing"), "use --activation_checkpoint_interval 1 instead."
         ),
         "sequence_parallel_size": "a pipeline's stages read whole texts. Use the recipe without a pipeline.",
+        "tiled_mlp_num_shards": "a pipeline's MLPs are not tiled; more stages save memory. Drop it.",
         "fsdp": "a pipeline already shards the model by layers. Drop it, or use the recipe without a pipeline.",
         "torch_compile": "DeepSpeed's pipeline engine does not compile its layers. Drop it.",
         "push_to_hub": f"a pipeline run does not push. Push its folder afterwards: {by_hand()}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import RequestError
 from finetune.run.flag import flag
 from finetune.run.on_resume import GOES_ON
-from finetune.run.range import AT_LEAST_ONE
+from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE
 from finetune.safe_read import read_json_object
 
 if TYPE_CHECKING:
@@ -31,6 +31,13 @@ REFUSED = {
     "torch_compile": "compiled exchanges are untested here",
     "use_liger_kernel": "its loss is untested with parts of a text; --loss_chunk_tokens saves the same memory",
 }
+# Flags with which a tiled MLP would not be called as it is, or not with whole gradients.
+NOT_TILED = {
+    "fsdp": "its gradients would be reduced after the first part",
+    "torch_compile": "compiled tiles are untested here",
+    "use_liger_kernel": "it replaces the MLPs",
+    "auto_find_batch_size": "it was not tried with it",
+}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -44,10 +51,19 @@ class SequenceParallelArguments:
         GOES_ON,
         range=AT_LEAST_ONE,
     )
+    tiled_mlp_num_shards: int = flag(
+        0,
+        "compute each MLP on so many parts of the tokens in turn, and again in the backward pass (DeepSpeed's "
+        "TiledMLP); 0: on all at once",
+        GOES_ON,
+        range=NOT_NEGATIVE,
+    )
 
 
 def sequence_faults(run: Run) -> Iterator[str]:
     """Errors that show in the flags alone."""
+    if run.value("tiled_mlp_num_shards"):
+        yield from _drop_one(run, run.said("tiled_mlp_num_shards"), NOT_TILED)
     size, said = run.sequence_parallel_size, run.said("sequence_parallel_size")
     if size == 1:
         return
@@ -62,18 +78,25 @@ def sequence_faults(run: Run) -> Iterator[str]:
     if run.value("attn_implementation") not in (None, *ATTENTIONS):
         shown = run.said("attn_implementation")
         yield f"{shown}, which --sequence_parallel_size does not support. Use one of {_known()}."
-    for name, why in REFUSED.items():
-        if str(run.value(name)).lower() not in ("none", "false", "0", "0.0", ""):
-            yield f"{run.said(name)}, but {said}: {why}. Drop one of the two."
+    yield from _drop_one(run, said, REFUSED)
 
 
 def _known() -> str:
     return ", ".join(ATTENTIONS)
 
 
+def _drop_one(run: Run, said: str, others: Mapping[str, str]) -> Iterator[str]:
+    for name, why in others.items():
+        if str(run.value(name)).lower() not in ("none", "false", "0", "0.0", ""):
+            yield f"{run.said(name)}, but {said}: {why}. Drop one of the two."
+
+
 def sequence_faults_here(run: Run, deepspeed: str | None) -> Iterator[str]:
     """Further errors in a run that is to start on this machine; `deepspeed` is its config, if any."""
     said = run.said("sequence_parallel_size")
+    if run.value("tiled_mlp_num_shards") and not deepspeed:
+        tiled = run.said("tiled_mlp_num_shards")
+        yield f"{tiled}, which needs DeepSpeed, but this run does not use it. Add --deepspeed zero2, for instance."
     if run.sequence_parallel_size == 1:
         return
     if not run.value("do_train"):
@@ -92,7 +115,8 @@ def look_at_heads(run: Run) -> None:
 
     name = run.value("model_name_or_path")
     file = Path(str(name)).expanduser() / "config.json"
-    if run.sequence_parallel_size == 1 or (name and not file.is_file()):
+    is_shown = file.is_file() if name else "model_size" in run.recipe.flags  # short trial runs have neither
+    if run.sequence_parallel_size == 1 or not is_shown:
         return
     shape = read_json_object(file) if name else causal_shape(run.value("model_size"), run.value("config_overrides"))
     check_heads(shape.get, run.sequence_parallel_size, run.value("block_size"))

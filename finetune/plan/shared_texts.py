@@ -1,0 +1,52 @@
+"""Runs of long texts: ranks that share them (--sequence_parallel_size), tiles, and checkpoints on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finetune.errors import RequestError
+from finetune.plan.exchange import exchanges_of
+from finetune.plan.job import Job, tape_of
+from finetune.run.engine import deepspeed_config_of
+from finetune.run.facts import check_offloaded, checkpoints_on_host
+from finetune.run.flags.sequence_parallel import check_heads
+from finetune.run.run import Run
+
+ASSUMED = "zero3"  # the layout of a run that names none
+
+
+def with_deepspeed(run: Run, device: str, notes: list[str]) -> Run:
+    """The run with DeepSpeed, if its flags need it, also where layouts are searched; adds a note. Raises RequestError
+    for what needs a GPU."""
+    if device == "cpu":
+        check_offloaded(run)
+    is_shared = run.sequence_parallel_size > 1
+    if not (is_shared or run.value("tiled_mlp_num_shards")) or deepspeed_config_of(run):
+        return run
+    flag = "--sequence_parallel_size" if is_shared else "--tiled_mlp_num_shards"
+    notes.append(f"{flag} needs DeepSpeed, and none is named: planned with --deepspeed {ASSUMED}")
+    return run.settled(flag, deepspeed=ASSUMED)
+
+
+def of_long_texts(run: Run) -> dict[str, Any]:
+    """Fields of the job."""
+    return {
+        "sequence_parallel_size": run.sequence_parallel_size,
+        "tiled_mlp_num_shards": run.value("tiled_mlp_num_shards") or 0,
+        "checkpoints_on_host": checkpoints_on_host(run),
+    }
+
+
+def check_shared(run: Run, job: Job) -> None:
+    """Raises RequestError for a text that ranks cannot share, or whose attention is not planned."""
+    size, said = job.sequence_parallel_size, run.said("sequence_parallel_size")
+    if size == 1:
+        return
+    check_heads(job.model.sizes.config.get, size, job.tokens)
+    if job.tokens % size:
+        raise RequestError(f"{said}, which does not divide the {job.tokens} tokens of a block. Change one of them.")
+    if exchanges_of(tape_of(job)) is None:
+        raise RequestError(
+            f"{said}: only attention that runs as one fused kernel is planned, and this model's does not: in fp32 with "
+            "grouped heads on a GPU, or with dropout on a CPU. Plan it in bf16, or without dropout."
+        )

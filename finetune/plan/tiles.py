@@ -1,0 +1,106 @@
+"""MLPs computed on a part of the tokens at a time (--tiled_mlp_num_shards): a tape whose MLPs are one operator each.
+
+Follows DeepSpeed's TiledMLP (0.19.8, runtime/sequence_parallel/ulysses_sp.py), as finetune/models/tiled_mlp.py calls
+it: the forward pass saves its input alone, and joins the outputs of the parts; the backward pass computes each part
+again, and adds its gradients to those of the parts before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from copy import copy
+from dataclasses import replace
+from functools import lru_cache
+
+from finetune.plan.program import Event, Stretch, evaluation_of, program_of
+from finetune.plan.tape import Tape
+from finetune.plan.values import TILED_MLP, Op, Segment, Storage, Value
+
+PART = ".mlp."  # of the names of an MLP's modules
+PASSED = Op("inside a tile", (), (), kernels=0, kernels_back=0)  # in the place of an operator within
+
+
+@lru_cache(maxsize=128)
+def tiled(tape: Tape, shards: int) -> Tape:
+    """The tape with MLPs in so many `shards`; the same tape for 0."""
+    if not shards:
+        return tape
+    made = copy(tape)
+    made.segments = []
+    for segment in tape.segments:
+        like = made.segments[segment.like] if segment.like is not None else None
+        made.segments.append(_tiled(tape, segment, shards, like))
+    return made
+
+
+def _tiled(tape: Tape, segment: Segment, shards: int, like: Segment | None) -> Segment:
+    """Operators keep their places, since tensors live until the place of their last use."""
+    inside = [place for place, op in enumerate(segment.ops) if any(PART in f".{name}" for name in op.weights)]
+    if not inside:
+        return segment
+    first, last = inside[0], inside[-1]
+    while len(_leaving(segment.ops, first, last)) > 1:  # an adapter's sum comes after its last weight
+        last += 1
+    ops = segment.ops[first : last + 1]
+    weights = tuple(dict.fromkeys(name for op in ops for name in op.weights))
+    module = weights[0][: weights[0].index(PART) + len(PART) - 1]
+    one = _one(tape, ops, shards) if like is None else like.ops[last]
+    ours = [PASSED] * (last - first) + [replace(one, weights=weights, module=module)]
+    return replace(segment, ops=[*segment.ops[:first], *ours, *segment.ops[last + 1 :]])
+
+
+def _leaving(ops: list[Op], first: int, last: int) -> list[Value]:
+    """What operators `first` to `last` make for later ones."""
+    made = {id(value): value for op in ops[first : last + 1] for value in op.outputs}
+    read = {id(value) for op in ops[last + 1 :] for value in op.inputs}
+    return [value for key, value in made.items() if key in read]
+
+
+def _one(tape: Tape, ops: list[Op], shards: int) -> Op:
+    """All of an MLP as one operator."""
+    made = {id(value) for op in ops for value in op.outputs}
+    (given,) = {id(value): value for op in ops for value in op.inputs if id(value) not in made}.values()
+    out, nothing = ops[-1].outputs[0], Value(0, 1, Storage(0), False)
+    tile = _tile(tape, ops, given, shards)
+    forward = _peak(evaluation_of(tile)[0])
+    backward = _peak([*program_of(tile).forward[0], *program_of(tile).backward[0]])
+    backward += out.bytes // shards  # a variable holds a part's output while it is gone back through
+    return Op(
+        TILED_MLP, (given,), (out, nothing), saved=(given.storage, nothing.storage),  # the last is made as it ends
+        scratch=max(out.bytes, forward), scratch_back=backward,
+        gemms=tuple(gemm for op in ops for gemm in op.gemms), gemms_back=tuple(g for op in ops for g in op.gemms_back),
+        gemms_again=tuple(gemm for op in ops for gemm in op.gemms),
+        moved=sum(op.moved for op in ops), moved_back=sum(op.moved + op.moved_back for op in ops),
+        kernels=shards * sum(op.kernels for op in ops),
+        kernels_back=shards * sum(op.kernels + op.kernels_back for op in ops),
+    )  # fmt: skip
+
+
+def _tile(tape: Tape, ops: list[Op], given: Value, shards: int) -> Tape:
+    """The tape of one part. Its input is a view, and so is the gradient of its output: they take nothing."""
+    tile = Tape(tape.numbers, tape.shapes, tape.lora, tape.packed)
+    values, storages = dict[int, Value](), {id(given.storage): Storage(0)}
+
+    def part(value: Value) -> Value:
+        if id(value) not in values:
+            storage = storages.setdefault(id(value.storage), Storage(value.storage.bytes // shards))
+            values[id(value)] = Value(value.elements // shards, value.bytes_each, storage, value.needs_grad)
+        return values[id(value)]
+
+    with tile.segment("tile", part(given)):
+        for op in ops:
+            inputs, outputs = (tuple(part(one) for one in some) for some in (op.inputs, op.outputs))
+            saved = tuple(storages[id(one)] for one in op.saved)
+            tile._add(replace(op, inputs=inputs, outputs=outputs, saved=saved, scratch=op.scratch // shards,
+                              scratch_back=op.scratch_back // shards))  # fmt: skip
+    tile.result = replace(part(ops[-1].outputs[0]), elements=0)
+    return tile
+
+
+def _peak(events: Iterable[Event]) -> int:
+    total = peak = 0
+    for event in events:
+        if isinstance(event, Stretch):
+            peak = max(peak, total + event.peak)
+            total += sum(size for _, size in event.net)
+    return peak
