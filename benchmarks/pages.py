@@ -27,6 +27,7 @@ import comm_hooks_page
 import defaults
 import durability_page
 import elastic
+import expert_parallel
 import faults_changed
 import generate
 import gpu
@@ -74,6 +75,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "defaults": lambda: defaults.page(_lines("defaults.jsonl")),
     "durability": durability_page.page,
     "elastic": _of("elastic", elastic.page),
+    "expert_parallel": _of("expert_parallel", expert_parallel.page),
     "faults_changed": lambda: faults_changed.page(_lines("faults_changed.jsonl")),
     "generate": _of("generate", generate.page),
     "identity_cost": _of("identity_cost", identity_cost.page),

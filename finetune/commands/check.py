@@ -111,6 +111,7 @@ def described(asked: argparse.Namespace, planned: Run | None) -> Context:
         "ranks_per_node": per_node or ranks,
         "pipeline_parallel_size": stages,
         "sequence_parallel_size": planned.sequence_parallel_size if planned else 1,
+        "expert_parallel_size": planned.expert_parallel_size if planned else 1,
         "engine": asked.engine,
         "gpu_capability": GPU_CAPABILITY.get(gpu),
         "weights": _weights(asked.model) if asked.model else None,

@@ -65,6 +65,7 @@ class Context:
     nvme_path: str | None = None
     pipeline_parallel_size: int | None = None  # stages; None for a run without a pipeline
     sequence_parallel_size: int = 1  # ranks that share each sample
+    expert_parallel_size: int = 1  # ranks that hold a mixture's experts together
     engine: str = "recipe"
     gpu_capability: tuple[int, int] | None = None
     weights: Weights | None = None

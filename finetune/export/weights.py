@@ -24,7 +24,7 @@ from finetune.safe_read.checkpoint_files import refuse_unsafe
 from finetune.safe_read.files import open_plain
 from finetune.safe_read.pickles import load_checked
 from finetune.training.reshard.portable import WEIGHT, load_pickle
-from finetune.training.reshard.zero_shards import model_file, read_zero, shard_files
+from finetune.training.reshard.zero_shards import experts_over, model_file, read_zero, shard_files
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -138,15 +138,17 @@ def has_zero_shards(folder: Path) -> bool:
 
 def read_zero_shards(folder: Path) -> ZeroShards:
     """Read a `global_stepN` folder. Raises RequestError for shards that are missing or of an unsupported kind."""
-    if list(folder.glob("layer_*-model_states.pt")) or list(folder.glob("*expert*_states.pt")):
+    if list(folder.glob("layer_*-model_states.pt")):
         raise RequestError(
-            f"{folder}: holds one file per layer of DeepSpeed's own pipeline, or per mixture-of-experts expert. These "
-            "recipes do not write such files, and export does not read them."
+            f"{folder}: holds one file per layer of DeepSpeed's own pipeline. These recipes do not write such files, "
+            "and export does not read them."
         )
     if other := next((path for path in folder.glob("*mp_rank_*_states.pt") if "mp_rank_00_" not in path.name), None):
         raise RequestError(f"{other}: is from a tensor-parallel run, which these recipes do not support.")
     if not model_file(folder).is_file():
         raise RequestError(f"{folder}: has no *_model_states.pt, which describes what the shards contain.")
+    if list(folder.glob("*expert*_states.pt")) and experts_over(load_pickle(model_file(folder))) == 1:
+        raise RequestError(f"{folder}: holds experts of DeepSpeed's own mixtures, which these recipes do not train.")
     try:
         return _read_zero_shards(folder)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -164,10 +164,11 @@ class Experts:
     model once more, before, without gradients (`looking_ahead`)."""
 
     def __init__(self, base: Any, model: Any, mixture: Mixture, weight: float) -> None:
-        self.mixture, self.weight = mixture, weight
+        self.base, self.mixture, self.weight = base, mixture, weight
         self.takes_question = ASKED in inspect.signature(base.forward).parameters
         if weight:
             base.router_aux_loss_coef = 0.0  # the model's own, of a micro-batch
+        self.logits: list[torch.Tensor] | None = None  # of the current forward pass, if `watch_routers` records them
         self.mask: torch.Tensor | None = None  # the tokens of the current micro-batch that are no padding (B, T)
         self.scale = 1.0  # undoes what the Trainer does to a loss that is no sum over the tokens of the global batch
         self.of_step: tuple[torch.Tensor, torch.Tensor] | None = None  # counts and rows of the global batch
@@ -181,6 +182,22 @@ class Experts:
         model.register_forward_hook(self._after, with_kwargs=True, always_call=True)
         for place, module in enumerate(mixture.modules.values()):
             module.register_forward_pre_hook(self._counter(place), with_kwargs=True)
+
+    def watch_routers(self, routers: Sequence[tuple[nn.Module, nn.Module]]) -> None:
+        """Watch these instead of the model's experts, which have been replaced: for each layer, in order, a module that
+        returns the chosen experts (B T, k), and one inside that returns the logits (B T, E)."""
+        self.logits = []  # the model's own recorders would find no router
+        choices = [choice for choice, _ in routers]
+        # Without a reference, the replaced experts are freed.
+        self.mixture = replace(self.mixture, modules=dict(zip(self.mixture.modules, choices, strict=True)))
+        for place, (choice, gate) in enumerate(routers):
+            see = self._counter(place)
+            choice.register_forward_hook(lambda module, args, output, see=see: see(module, output, {}))
+            gate.register_forward_hook(self._record)
+
+    def _record(self, module: Any, args: Any, output: torch.Tensor) -> None:
+        if self.is_forward and self.logits is not None:
+            self.logits.append(output)
 
     def begin_step(self) -> None:
         """Call it before the first micro-batch of a step."""
@@ -225,7 +242,10 @@ class Experts:
 
     def _before(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         self.is_forward = True
-        return args, {**kwargs, ASKED: self._asks(module)} if self.takes_question else kwargs
+        if self.logits is not None:
+            self.logits.clear()
+        asked = self._asks(module) and self.logits is None
+        return args, {**kwargs, ASKED: asked} if self.takes_question else kwargs
 
     def _asks(self, module: Any) -> bool:
         return bool(self.weight) and module.training and (torch.is_grad_enabled() or self.is_ahead)
@@ -234,7 +254,8 @@ class Experts:
         self.is_forward = False
         if output is None or not self._asks(module):
             return None
-        counts, sums, rows = balance(output.router_logits, self.mixture.chosen, self.mask)
+        logits = output.router_logits if self.logits is None else tuple(self.logits)
+        counts, sums, rows = balance(logits, self.mixture.chosen, self.mask)
         if self.is_ahead:
             before = self.of_step or (0, 0)
             self.of_step = before[0] + counts, before[1] + rows

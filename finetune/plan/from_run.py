@@ -190,6 +190,8 @@ def _check_numbers(run: Run, params_per_layer: int | None) -> None:
 
 def _check_engine(run: Run, model: Model) -> None:
     """Raises RequestError for what cannot be planned."""
+    if run.expert_parallel_size > 1:
+        raise RequestError(f"{run.said('expert_parallel_size')}: expert parallelism is not planned yet. Drop it.")
     if run.value("fsdp") or fsdp_by_accelerate(run):
         _check_fsdp(run, model)
     if run.stages is not None and model.family not in LISTED:
@@ -243,9 +245,8 @@ def _tokens(run: Run, model: Model, notes: list[str]) -> int:
         ". Or name the model with --model_name_or_path if the recipe starts from one: none was named, so this is a "
         "small one from scratch."
     )  # fmt: skip
-    most = NO_LIMIT
-    tokenizer = Path(str(given)).expanduser() / "tokenizer_config.json"
-    sizes = Path(str(given)).expanduser() / SENTENCE_SIZES
+    most, folder = NO_LIMIT, Path(str(given)).expanduser()
+    tokenizer, sizes = folder / "tokenizer_config.json", folder / SENTENCE_SIZES
     if "pooling" in run.recipe.flags and given and sizes.is_file():
         said = read_config(sizes).get("max_seq_length")
         most = int(said) if isinstance(said, int) and said > 0 else NO_LIMIT

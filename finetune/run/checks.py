@@ -13,6 +13,7 @@ from finetune.run.conflicts import conflicts, missing
 from finetune.run.engine import deepspeed_by_accelerate
 from finetune.run.facts import check_scratch
 from finetune.run.flags.compression import check_comm_hook
+from finetune.run.flags.expert_parallel import expert_faults, expert_faults_here
 from finetune.run.flags.guards import guard_faults
 from finetune.run.flags.pipeline import pipeline_faults
 from finetune.run.flags.profiling import check_profile
@@ -75,13 +76,16 @@ def found_wrong(run: Run, is_here: bool) -> Iterator[str]:
         yield from pipeline_faults(run)
     yield from guard_faults(run)
     yield from sequence_faults(run)
+    yield from expert_faults(run)
 
 
 def found_wrong_here(run: Run, deepspeed: str | None) -> Iterator[str]:
     """Further checks of a run that is to start on this machine, with the DeepSpeed config of that name, if any."""
     yield from missing_inputs(run)
     yield from void_here(run, deepspeed)
-    yield from sequence_faults_here(run, deepspeed or (deepspeed_by_accelerate(run) and "by accelerate") or None)
+    engine = deepspeed or (deepspeed_by_accelerate(run) and "by accelerate") or None
+    yield from sequence_faults_here(run, engine)
+    yield from expert_faults_here(run, engine)
     yield from _of_disabled(run)
     yield from meeting_faults(run.launch)
     asked = {name: run.given.get(name) is True for name in ("bf16", "fp16")}

@@ -179,6 +179,7 @@ def context_of(
         "nvme_path": run.value("nvme_path"),
         "pipeline_parallel_size": run.stages,
         "sequence_parallel_size": run.sequence_parallel_size,
+        "expert_parallel_size": run.expert_parallel_size,
         "gpu_capability": gpu_capability,
     }
     return Context(**{**known, **others})

@@ -68,6 +68,11 @@ class Run:
         return int(self.value("sequence_parallel_size") or 1)
 
     @property
+    def expert_parallel_size(self) -> int:
+        """Ranks that hold the experts of a mixture together."""
+        return int(self.value("expert_parallel_size") or 1)
+
+    @property
     def data_parallel_size(self) -> int:
         """Ranks, or groups of ranks, that read different samples."""
         return self.launch.world_size // ((self.stages or 1) * self.sequence_parallel_size)

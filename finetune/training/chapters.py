@@ -90,6 +90,7 @@ def trainer_of(
         compression=session[CompressionArguments],
         guards=session[GuardArguments],
         sequence_parallel_size=session.run.sequence_parallel_size,
+        expert_parallel_size=session.run.expert_parallel_size,
     )
     show_numbers(trainer)
     trainer.identity, trainer.teacher, trainer.running_loss.sources = identity, teacher, sources

@@ -18,6 +18,7 @@ from finetune.run.facts import checkpointing_kwargs
 from finetune.run.files import EXPERT_LOAD, EXPERT_PICTURE
 from finetune.run.flags.experts import ExpertArguments, unsupported
 from finetune.safe_read import read_json_object
+from finetune.training.expert_parallel import layers_of
 from finetune.training.guards.nan_guard import NOT_THE_MODELS
 from finetune.training.run_folder import write_json
 from finetune.training.start import Session
@@ -90,6 +91,8 @@ class RoutedMixin:
         if experts is None:
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         if self.coming:
+            if self.spread.size > 1 and experts.logits is None:
+                experts.watch_routers([(one.router, one.router.gate) for _, one in layers_of(experts.base)])
             experts.begin_step()
             if experts.weight and len(self.coming) > 1:
                 self._look_ahead(model, experts)

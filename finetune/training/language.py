@@ -8,6 +8,7 @@ from finetune.models.adapters import check_adapter, check_expert_adapter, kept_a
 from finetune.models.causal import CausalSource, build_causal_lm, find_causal_source, settled_config
 from finetune.models.chunked_loss import choose_chunk_tokens, chunk_tokens_of, use_chunked_loss
 from finetune.models.document_mask import check_document_mask
+from finetune.models.expert_parallel import check_expert_parallel
 from finetune.models.experts import ASKED, narrow
 from finetune.models.gptlite_pipeline import check_gptlite, gptlite_pipeline, pipeline_layers
 from finetune.models.pipeline import PipelineModel
@@ -23,6 +24,7 @@ from finetune.run.flags.language import (
 )
 from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.flags.sequence_parallel import SequenceParallelArguments
+from finetune.training.expert_parallel import section_for
 from finetune.training.experts import coefficient_for, watch_experts
 from finetune.training.loss import settle_loss_scaling
 from finetune.training.metrics import settle_language_arguments
@@ -70,6 +72,8 @@ def language_model(session: Session, source: CausalSource, data: Any) -> Any:
     choose_tiled_mlp(tiles := session[SequenceParallelArguments].tiled_mlp_num_shards, base)
     if tiles:
         use_tiled_mlp(model, tiles)
+    if (size := session.run.expert_parallel_size) > 1:
+        check_expert_parallel(base, size, section_for(base.config, size))
     if chunk:
         use_chunked_loss(model, chunk)
     watch_experts(session, base, model, router)

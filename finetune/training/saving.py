@@ -20,6 +20,7 @@ from finetune.models.adapters import labels_of
 from finetune.run.files import LABELS, STATE_FILE
 from finetune.training.checkpoints.final import best_to_load, open_final, save_final
 from finetune.training.checkpoints.writing import outer_of
+from finetune.training.expert_parallel import whole_shapes
 from finetune.training.hub import open_repo
 from finetune.training.reshard.resuming import load_best
 from finetune.training.resuming import ended_early, restore_callbacks
@@ -72,6 +73,7 @@ class SavingMixin(AnyTrainer):
         """Like the Trainer's, but saves a tied weight once: below ZeRO-3 accelerate copies the weight for each name
         (1.15, accelerator.py, get_state_dict), so the copies no longer show that they are tied."""
         if state_dict is not None:
+            state_dict = self.spread.whole(state_dict)
             model = self.accelerator.unwrap_model(self.model)
             once, named = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
             state_dict = {name: weight for name, weight in state_dict.items() if name in once or name not in named}
@@ -189,7 +191,7 @@ def trained_shapes(model: Any) -> dict[str, list[int]]:
     else:
         ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
         alone = {name: w for name, w in whole.items() if names[id(named[name])] == 1 and name not in ignored}
-        saved = revert_weight_conversion(model, alone)
+        saved = revert_weight_conversion(model, whole_shapes(model, alone))
     return {name: list(weight.shape) for name, weight in saved.items()}
 
 

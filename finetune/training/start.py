@@ -289,6 +289,8 @@ def _opening_line(session: Session, deepspeed: str | None) -> str:
     ranks, shared = session.run.data_parallel_size, session.run.sequence_parallel_size
     spread = f" = {stages} stage(s) x {ranks} pipeline(s)" if stages else ""
     spread = f" = {ranks} group(s) of {shared} that share each text" if shared > 1 else spread
+    experts = session.run.expert_parallel_size
+    spread = f", each group of {experts} holds all experts," if experts > 1 else spread
     total = training.train_batch_size * accumulation * ranks
     batch = f"{training.train_batch_size} x {accumulation} x {ranks} = {total}"
     return f"run: {launch.world_size} rank(s){spread} on {device}; {engine}; {precision}; global batch {batch}"

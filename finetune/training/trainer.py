@@ -1,6 +1,5 @@
-"""Any Hugging Face Trainer with seven changes: which samples make a step, what is counted, the optimizer for offload,
-what ranks send one another, how a run stops early, how it is saved and resumed, and when it is pushed. Everything else
-is the Trainer's own.
+"""Any Hugging Face Trainer with seven changes: which samples make a step, what is counted, the optimizer's groups and
+offload, what ranks send one another, how a run stops early, how it is saved and resumed, and when it is pushed.
 
     class Seq2Seq(FinetuneMixin, Seq2SeqTrainer): ...
     class SFT(FinetuneMixin, trl.SFTTrainer): ...
@@ -37,6 +36,7 @@ from finetune.training.checkpoints.trainer_adapter import TrainerSaved
 from finetune.training.compression import Compression, OneBitAdam
 from finetune.training.distilling import Teacher
 from finetune.training.evaluation import EvaluatingMixin
+from finetune.training.expert_parallel import ExpertParallel
 from finetune.training.fsdp import settle_fsdp
 from finetune.training.guards.nan_guard import NanGuard, poisoned
 from finetune.training.guards.trainer_adapter import TrainerSuspect
@@ -71,10 +71,12 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         compression: CompressionArguments | None = None,
         guards: GuardArguments | None = None,
         sequence_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.sequence = SequenceParallel(sequence_parallel_size, self.args, self.accelerator)
+        self.spread = ExpertParallel(expert_parallel_size, self)
         self.guards = guards or GuardArguments(hang_timeout=0.0, on_nan="off", stop_grace=0.0, async_save="off")
         self.data_files, self.began = UnchangedFiles(()), 0.0
         self.progress: Callable[[], None] = lambda: None  # called when a batch is done
@@ -90,8 +92,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         self.multiplied_parameters = multiplied_parameters(self.model)
         self.speed = SpeedMeter(self.multiplied_parameters, self.args.world_size, self.sequence.size)
         self.saves = Saves(self, TrainerSaved(self))
-        self.running_loss = RunningLoss()
-        self.stop = StopOnSignal(self.guards.stop_grace)
+        self.running_loss, self.stop = RunningLoss(), StopOnSignal(self.guards.stop_grace)
         self.clips_itself = False
         self.own_norm: torch.Tensor | None = None  # of the gradients, if `clips_itself`
         if self.is_deepspeed_enabled:
@@ -105,9 +106,8 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         self.comm_hook = Compression(compression, self) if compression and compression.is_on else None
         if compression and compression.ddp_comm_hook == "onebit_adam":
             self.optimizer_cls_and_kwargs = OneBitAdam, self.get_optimizer_cls_and_kwargs(self.args)[1]
-        before = (self.speed, self.running_loss, GoOn(self), SavesLast(), self.saves.beside)
-        own = (*before, self.stop, self.nan_guard, self.comm_hook)
-        for callback in filter(None, own):
+        always = (self.speed, self.running_loss, GoOn(self), SavesLast(), self.saves.beside, self.stop)
+        for callback in filter(None, (*always, self.nan_guard, self.comm_hook)):
             self.add_callback(callback)
 
     def _settle_deepspeed(self, config: dict[str, Any]) -> None:
@@ -159,6 +159,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
     def create_optimizer(self, model: Any = None) -> Any:
         is_new = self.optimizer is None  # the Trainer calls it more than once
         optimizer = super().create_optimizer(model)
+        self.spread.split_groups(optimizer)
         if is_new and self.clips_itself:
             optimizer.register_step_pre_hook(self._clip)
         return optimizer
@@ -233,8 +234,8 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
 
     @property
     def shards_weights(self) -> bool:
-        """True under ZeRO-3 and FSDP."""
-        return bool(self.is_fsdp_enabled or is_deepspeed_zero3_enabled())
+        """True under ZeRO-3, FSDP and expert parallelism."""
+        return bool(self.is_fsdp_enabled or is_deepspeed_zero3_enabled() or self.spread.size > 1)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Like the Trainer's, but float labels keep their precision: under DeepSpeed with bf16 or fp16 every float is

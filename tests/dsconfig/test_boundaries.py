@@ -339,6 +339,12 @@ ZERO: list[Case] = [
     ("DS508", None, {**CLIP, MICRO: 4}, PLAIN),
     ("DS508", E, {**CLIP, MICRO: 4}, LOOP),
     ("DS508", None, CLIP, PIPELINE),
+    *(("DS509", severity, zero(stage), {**FOUR, "expert_parallel_size": size}) for stage, size, severity in (
+        (0, 2, E), (1, 2, None), (2, 4, None), (3, 2, E), (3, 1, None))),
+    *(("DS509", severity, {**zero(2), "optimizer": {"type": "AdamW", "params": {"lr": rate}}},
+       {**FOUR, "expert_parallel_size": 2}) for rate, severity in (("auto", None), (5e-5, E))),
+    ("DS509", E, zero(2, **ADAM_OFF), {**FOUR, "expert_parallel_size": 2}),
+    ("DS509", None, zero(2, **ADAM_OFF), FOUR),
 ]  # fmt: skip
 
 OFFLOAD: list[Case] = [

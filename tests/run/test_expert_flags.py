@@ -10,6 +10,7 @@ from finetune.errors import RequestError
 from finetune.plan.from_run import job_of
 from finetune.plan.machine import find_machine
 from finetune.run.facts import check_scratch
+from finetune.run.flags import expert_parallel as spread
 from finetune.run.flags.experts import REFUSED, unsupported
 from finetune.run.flags.sequence_parallel import look_at_heads
 from finetune.run.launch import Launch
@@ -76,6 +77,54 @@ def test_flags_that_the_loss_does_not_go_with_are_found(name: str) -> None:
     assert fault is not None
     assert f"--{name} is" in fault
     assert REFUSED[name] in fault
+
+
+SPREAD = ("--expert_parallel_size", "2")
+
+
+@pytest.mark.parametrize("name", spread.REFUSED)
+def test_flags_that_spread_experts_do_not_go_with_are_refused(name: str) -> None:
+    values = {"sequence_parallel_size": "2", "teacher": "a-model"}
+    more = ("--max_steps", "3", "--train_file", "a.txt") if name == "streaming" else ()
+    with pytest.raises(RequestError, match=f"--{name} is.*--expert_parallel_size is 2.*{spread.REFUSED[name]}"):
+        run_of(*TINY, *SPREAD, f"--{name}", values.get(name, "True"), *more, ranks=2)
+
+
+def test_ranks_are_a_multiple_of_those_that_hold_all_experts() -> None:
+    with pytest.raises(RequestError, match=r"has 3 ranks, which is not a multiple of 2.*launch with 4 ranks"):
+        run_of(*TINY, *SPREAD, ranks=3)
+    with pytest.raises(RequestError, match="expert_parallel_size"):
+        run_of(*SPREAD, recipe=CAUSAL_LM_PIPELINE, ranks=2)
+
+
+def test_spread_experts_need_several_ranks_deepspeed_and_something_to_train() -> None:
+    def faults(*argv: str, ranks: int = 2, config: str | None = "zero2") -> str:
+        return " ".join(spread.expert_faults_here(run_of(*TINY, *SPREAD, *argv, ranks=ranks), config))
+
+    assert faults() == ""
+    assert "Launch with `deepspeed --num_gpus 2`" in faults(ranks=1)
+    assert "Add --deepspeed zero2" in faults(config=None)
+    assert "which spreads experts in training" in faults("--do_train", "False")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ((*TINY, "--config_overrides", "num_experts=5"), "does not divide the model's 5 experts"),
+        ((), "the model has no experts"),
+    ],
+)
+def test_ranks_share_experts_evenly(argv: tuple[str, ...], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        spread.look_at_experts(run_of(*argv, *SPREAD, ranks=2))
+    spread.look_at_experts(run_of(*TINY, *SPREAD, ranks=2))
+    with pytest.raises(RequestError, match="adds noise in training"):
+        spread.check_experts({"num_local_experts": 8, "router_jitter_noise": 0.1}.get, 2)
+
+
+def test_spread_experts_are_not_planned_yet() -> None:
+    with pytest.raises(RequestError, match="expert parallelism is not planned yet"):
+        job_of(run_of(*TINY, *SPREAD, ranks=2), find_machine("H100-80GB"))
 
 
 def test_the_loss_is_only_for_training_and_not_negative() -> None:

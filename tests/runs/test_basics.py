@@ -62,6 +62,10 @@ PRINTS = {
         "rank 1: tokens 16-31,  8 of them learnt; attended for 1 of 4 heads",  # 24 of 64 are a prompt
         "a rank sent 12,288 bytes",  # 8 tensors of 16 x 32 numbers in 4 bytes, 3/4 of each
     ],
+    "experts_by_hand": [
+        "rank 0: experts 0-1 got 64 rows; sent 2,048 bytes",  # 32 results of 16 numbers, to rank 1
+        "rank 3: experts 2-3 got  0 rows; sent 4,096 bytes",  # 16 tokens x 2 experts, and their gradients
+    ],
 }
 
 # One line of a page made wrong, as a learner might: the page's own checks must stop it.
@@ -74,6 +78,7 @@ FAULTS = {
     "zero2_by_hand": ("whole.grad = None", "pass"),
     "zero3_by_hand": ("layer.register_forward_hook(lambda *_: self.free())", "pass"),
     "ulysses_by_hand": ("labels[mine], first=mine.start", "labels[mine], first=0"),
+    "experts_by_hand": ("dist.all_reduce(expert_weights.grad, group=alike)", "dist.all_reduce(expert_weights.grad)"),
 }
 
 

@@ -1,10 +1,11 @@
 """Mixtures of experts train with the loss, the gradient norm and the weights of one process that sees each global batch
-at once; experts that no token reaches hold nothing up."""
+at once, also if ranks hold different experts; experts that no token reaches hold nothing up."""
 
 from __future__ import annotations
 
 import json
 import random
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPO, Finished, engine, gate_has, launch
+from durability_runs import different_weights
 from exact_runs import GLOBAL_BATCH, ONE_A_BLOCK, PACKED, RECIPE, SHORT
 from safetensors.torch import load_file
 from transformers import (
@@ -23,6 +25,8 @@ from transformers import (
     MixtralConfig,
     Qwen3MoeConfig,
 )
+
+from finetune.export.source import read_source
 
 sys.path.append(str(REPO / "tests/generation"))
 from tiny_models import GROUPED, tokenizer
@@ -86,13 +90,13 @@ def saved(folder: Path, kind: str, change: Callable[[Any], None] = lambda model:
 def trained(home: Path) -> Callable[..., Finished]:
     made: dict[str, Finished] = {}
 
-    def train(ranks: int = 1, model: str = "mixtral", **values: Any) -> Finished:
-        key = repr((ranks, model, sorted(values.items())))
+    def train(ranks: int = 1, model: str = "mixtral", folder: Path | None = None, **values: Any) -> Finished:
+        key = repr((ranks, model, folder, sorted(values.items())))
         if key not in made:
             flags = {"train_file": home / "rows.jsonl", "model_name_or_path": saved(home / model, model), **values}
             launcher = "python" if ranks == 1 else "torchrun"
-            folder = Path(tempfile.mkdtemp(dir=home)) / "run"
-            made[key] = launch(launcher, folder, {**ROUTED, **flags}, ranks=ranks, recipe=RECIPE)
+            place = folder or Path(tempfile.mkdtemp(dir=home)) / "run"
+            made[key] = launch(launcher, place, {**ROUTED, **flags}, ranks=ranks, recipe=RECIPE)
         return made[key]
 
     return train
@@ -193,6 +197,79 @@ def test_a_tiny_mixture_from_scratch_trains_saves_and_resumes(tmp_path: Path) ->
     assert (model.config.model_type, model.config.output_router_logits) == ("qwen3_moe", True)
     again = launch("python", tmp_path / "run", {**flags, "max_steps": 4, "resume": "auto"}, recipe=RECIPE)
     assert len(again.steps) == 4
+
+
+CLIPPED, BY_GRADIENT = {"max_grad_norm": 0.1}, {"optim": "sgd", "learning_rate": 0.1, "adam_epsilon": None}
+SPREAD = [
+    # model, ranks, ranks that hold all experts, engine, accumulation, more
+    ("qwen3_moe", 4, 2, "zero2", 1, {**ONE_A_BLOCK, **CLIPPED}),
+    ("mixtral", 2, 2, "zero1", 2, PACKED),
+    ("mixtral", 2, 2, "zero2", 2, {**ONE_A_BLOCK, **BY_GRADIENT}),
+    ("mixtral", 4, 2, "zero1", 1, {**ONE_A_BLOCK, **BY_GRADIENT}),
+    ("qwen3_moe", 4, 4, "zero1", 1, {**ONE_A_BLOCK, **BY_GRADIENT}),
+    ("mixtral", 2, 2, "zero2", 2, {**PACKED, **CLIPPED, **EXTRAS["checkpointing"]}),
+    ("qwen3_moe", 2, 2, "zero2", 1, {**ONE_A_BLOCK, **EXTRAS["a loss in chunks"]}),
+]
+
+
+@pytest.mark.parametrize(("model", "ranks", "size", "config", "steps", "more"), gate_has(SPREAD[:1], SPREAD))
+def test_ranks_that_hold_different_experts_train_as_one_process_does(
+    model: str, ranks: int, size: int, config: str, steps: int, more: Any, trained: Callable[..., Finished]
+) -> None:
+    truth = trained(model=model, deepspeed="none", per_device_train_batch_size=GLOBAL_BATCH, **more)
+    layout = {"gradient_accumulation_steps": steps, "deepspeed": config, "expert_parallel_size": size}
+    run = trained(ranks, model=model, per_device_train_batch_size=GLOBAL_BATCH // (ranks * steps), **layout, **more)
+    assert f"{ranks} rank(s), each group of {size} holds all experts" in run.output
+    assert_same(run, truth)
+
+
+def for_the_first(model: Any) -> None:
+    """Every token chooses experts 0 and 1, which are on rank 0."""
+    model.model.embed_tokens.weight.data[:, 0] = 5.0
+    for layer in model.model.layers:
+        layer.mlp.gate.weight.data.zero_()[:, 0] = 8.0 - torch.arange(8)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("config", ["zero1", "zero2"])
+def test_a_rank_whose_experts_get_no_token_trains_on(config: str, home: Path, trained: Callable[..., Finished]) -> None:
+    flags = {"model_name_or_path": saved(home / "for_the_first", "mixtral", for_the_first), **ONE_A_BLOCK}
+    truth = trained(deepspeed="none", per_device_train_batch_size=2, **flags)
+    run = trained(2, deepspeed=config, expert_parallel_size=2, per_device_train_batch_size=1, **flags)
+    assert_same(run, truth)
+    assert run.column("experts_idle") == [0.75] * 3
+
+
+@pytest.mark.parametrize("config", gate_has("zero2", ["zero1", "zero2"]))
+def test_spread_experts_go_on_bit_equal_and_at_another_layout(
+    config: str, trained: Callable[..., Finished], tmp_path: Path
+) -> None:
+    """The evaluation at the end, too, is that of one process."""
+    saves = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "do_eval": True, "eval_strategy": "no"}
+    spread = {"expert_parallel_size": 2, "deepspeed": config, "per_device_train_batch_size": 2}
+    alone = {"deepspeed": "none", "per_device_train_batch_size": GLOBAL_BATCH}
+    truth = trained(**alone, **PACKED, **saves)
+    whole = trained(2, **spread, **PACKED, **saves)
+    assert whole.json("eval_results.json")["eval_loss"] == pytest.approx(
+        truth.json("eval_results.json")["eval_loss"], rel=1e-5
+    )
+    exported, there = (
+        read_source(whole.folder / "checkpoint-2"),
+        load_file(whole.folder / "checkpoint-2/model.safetensors"),
+    )
+    assert exported.notes == []
+    assert {name: one.read().equal(there[name]) for name, one in exported.weights.items()} == dict.fromkeys(there, True)
+    layouts = {"again": (whole, 2, spread), "alone": (whole, 1, alone), "spread": (truth, 2, spread)}
+    layouts["sharded"] = (whole, 2, {"deepspeed": "zero3", "per_device_train_batch_size": 2})
+    for name, (first, ranks, values) in layouts.items():
+        folder = shutil.copytree(first.folder, tmp_path / name)
+        shutil.rmtree(folder / "checkpoint-4")
+        run = trained(ranks, folder=folder, resume="auto", **PACKED, **saves, **values)
+        assert "going on from checkpoint-2" in run.output
+        for figure in ("loss", "grad_norm", "router_loss"):
+            assert run.column(figure)[-2:] == pytest.approx(truth.column(figure)[-2:], rel=1e-5), (name, figure)
+        if name == "again":
+            assert different_weights(run.folder, whole.folder) == []
 
 
 EXPERTS = ["q_proj", "experts.gate_up_proj", "experts.down_proj"]

@@ -7,6 +7,7 @@ from upstream.row import Row
 PIPE = "deepspeed.runtime.pipe.engine:PipelineEngine."
 ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer."
 PARTITION = "deepspeed.runtime.zero.partition_parameters:Init."
+SPREAD = "training/expert_parallel.py"
 
 ENGINE = (
     Row(
@@ -89,6 +90,48 @@ ENGINE = (
         "runtime/engine.py: chosen by the config alone, among its own (runtime/checkpoint_engine/utils.py)",
         "a writer that is handed to initialize()",
         called_from=("deepspeed.runtime.engine:DeepSpeedEngine.save_checkpoint",),
+    ),
+)
+
+AUTOEP = (
+    Row(
+        "models/expert_parallel.py",
+        "deepspeed.module_inject.auto_ep:AutoEP.ep_parser",
+        "call",
+        "a small copy gets the layers that the engine would put into the model",
+        "module_inject/auto_ep.py: it is public, and is not documented",
+        "initialize() refuses models that its layers do not compute",
+        "self",
+        ("deepspeed.runtime.engine:DeepSpeedEngine._configure_expert_parallel",),
+    ),
+    Row(
+        "models/expert_parallel.py",
+        "deepspeed.module_inject.auto_ep:AutoEP.replace_moe_layer",
+        "call",
+        "as above",
+        "as above",
+        "as above",
+        "self, spec, ep_size, ep_rank",
+    ),
+    *(
+        Row(
+            where,
+            f"deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer.{name}",
+            "read",
+            why,
+            "module_inject/auto_ep_layer.py: it is public, and is not documented",
+            "a model of an engine that saves all experts under the model's names",
+        )
+        for where, name, why in (
+            (SPREAD, "ep_group", "the ranks whose experts are joined to save them"),
+            (SPREAD, "experts", "its weights w1, w2 and w3 are gathered and renamed"),
+            (SPREAD, "num_experts", "the shapes of all experts"),
+            (
+                "training/experts.py",
+                "router",
+                "its gate gives the logits of the router's loss, and it the chosen experts",
+            ),
+        )
     ),
 )
 
@@ -179,4 +222,4 @@ ACCELERATE = (
     ),
 )
 
-ROWS = (*ENGINE, *PIPELINE, *ACCELERATE)
+ROWS = (*ENGINE, *AUTOEP, *PIPELINE, *ACCELERATE)

@@ -10,6 +10,7 @@ from finetune.dsconfig.context import Context
 from finetune.dsconfig.finding import Finding
 from finetune.dsconfig.rules import (
     batch,
+    experts,
     leftovers,
     offload,
     optimizer,
@@ -25,7 +26,7 @@ from finetune.dsconfig.rules import (
 Rule = Callable[[Config, Context], Iterator[Finding]]
 
 # Rules that depend on the stage.
-STAGED = (*zero.RULES, *offload.RULES, *quantized.RULES, *pipeline.RULES)
+STAGED = (*zero.RULES, *experts.RULES, *offload.RULES, *quantized.RULES, *pipeline.RULES)
 
 
 def rules_for(config: Config) -> tuple[Rule, ...]:
@@ -40,6 +41,7 @@ RULES: tuple[Rule, ...] = (
     *schedule.RULES,
     *precision.RULES,  # DS4xx
     *zero.RULES,  # DS5xx
+    *experts.RULES,
     *offload.RULES,  # DS6xx
     *quantized.RULES,  # DS7xx: ZeRO++
     *pipeline.RULES,  # DS8xx

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from finetune.run.flag import flag
-from finetune.run.on_resume import VALUES
-from finetune.run.range import NOT_NEGATIVE
+from finetune.run.on_resume import GOES_ON, VALUES
+from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE
 
 if TYPE_CHECKING:
     from finetune.run.run import Run
@@ -23,13 +23,20 @@ REFUSED = {
 
 @dataclass
 class ExpertArguments:
-    """How the experts of a mixture are kept equally busy (docs/moe.md)."""
+    """How the experts of a mixture are kept equally busy, and spread over ranks (docs/moe.md)."""
 
     router_aux_loss_coef: float | None = flag(
         None,
         "weight of the loss that keeps experts equally busy; 0: none; default: as the model's config says",
         VALUES,
         range=NOT_NEGATIVE,
+    )
+    expert_parallel_size: int = flag(
+        1,
+        "ranks that hold the experts of each layer together (DeepSpeed's AutoEP); the number of ranks must be a "
+        "multiple of it",
+        GOES_ON,
+        range=AT_LEAST_ONE,
     )
 
 

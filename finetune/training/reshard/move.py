@@ -14,6 +14,7 @@ from finetune.run.files import UNFINISHED
 from finetune.training.checkpoints.tag import newest_tag
 from finetune.training.checkpoints.writing import every
 from finetune.training.reshard.by_name import read_pipeline, write_pipeline_record, write_share
+from finetune.training.reshard.expert_shards import as_layers, fit_schedule, regrouped
 from finetune.training.reshard.one_file import Names, read_plain, read_zero0, write_plain, write_zero0
 from finetune.training.reshard.portable import Portable
 from finetune.training.reshard.sharding import Sharding
@@ -21,6 +22,7 @@ from finetune.training.reshard.universal import write_record, write_weight
 from finetune.training.reshard.zero_shards import read_zero
 
 PREFIX = UNFINISHED + "resharded-"  # no run resumes from such a folder, and the next start deletes it
+SCHEDULE = "scheduler.pt"
 RANDOM_STATES = "rng_state"  # prefix of the ranks' files
 OWN = ("global_step", "model", "optimizer", RANDOM_STATES, "latest", "manifest.json", "pipeline.json", "scaler.pt")
 TELL_SECONDS = 10.0  # between two progress lines
@@ -50,13 +52,20 @@ class Mover:
         """Write the folder, and return what was read. `pipeline` is the global batch size and the optimizer for a
         pipeline's record. Raises RequestError and RunError, the same on every rank."""
         start = time.monotonic()
-        portable: Portable = self._together(lambda: read_any(self.checkpoint, written, names))
-        self._together(lambda: self._begin(written, portable))
+        portable: Portable = self._together(lambda: self._read(written, names))
+        self._together(lambda: self._begin(written, portable, names))
         share = list(portable.shapes)[self.rank :: self.ranks]
         self._together(lambda: self._write(portable, share))
         self._together(lambda: self._end(portable, names, pipeline))
         self._say(f"resume: moved in {time.monotonic() - start:.1f} s")
         return portable
+
+    def _read(self, written: Sharding, names: Names) -> Portable:
+        portable = read_any(self.checkpoint, written, names)
+        if written.expert_ranks == self.here.expert_ranks == 1:
+            return portable
+        portable = regrouped(portable, names.spread or names.groups)
+        return as_layers(portable) if self.here.expert_ranks > 1 else portable
 
     def link(self) -> None:
         """Make the folder from links only: the checkpoint's files, and random states for each rank of this run. With
@@ -87,7 +96,7 @@ class Mover:
         name = source.name if source else f"global_step{self.checkpoint.name.rsplit('-', 1)[-1]}"
         return self.folder / (name + "_universal" if self.here.zero_stage else name)
 
-    def _begin(self, written: Sharding, portable: Portable) -> None:
+    def _begin(self, written: Sharding, portable: Portable, names: Names) -> None:
         if self.here.zero_stage and set(portable.keys) != ADAM:
             raise RequestError(
                 f"--resume: {self.checkpoint} holds the optimizer states {', '.join(portable.keys) or 'none'}, but "
@@ -111,6 +120,8 @@ class Mover:
             self._engine_folder.mkdir()
         if "pipeline" not in (written.engine, self.here.engine):
             self._link_random_states()
+        if written.expert_ranks != self.here.expert_ranks and (schedule := self.folder / SCHEDULE).is_symlink():
+            fit_schedule(schedule, len(names.spread or names.groups))
 
     def _link_random_states(self) -> None:
         """Link each rank's random states under the name that the Trainer looks for; extra ranks share them."""

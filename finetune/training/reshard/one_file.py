@@ -30,10 +30,11 @@ from finetune.training.reshard.zero_shards import model_file
 @dataclass(frozen=True)
 class Names:
     """The resuming run's optimizer groups, with its settings, and a map from a tied weight's other names to the one
-    used."""
+    used; `spread` are the groups if experts have some of their own."""
 
     groups: tuple[Group, ...]
     tied: Mapping[str, str]
+    spread: tuple[Group, ...] | None = None
 
     @property
     def filled(self) -> tuple[Group, ...]:

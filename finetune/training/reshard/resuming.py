@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from finetune.errors import RequestError
+from finetune.models.expert_layers import whole_names
 from finetune.run.files import STATE_FILE
 from finetune.run.launch import accelerate_uses_fsdp
 from finetune.safe_read import read_json_object
@@ -87,7 +88,7 @@ def load_best(trainer: Any, checkpoint: Path) -> bool:
     written = sharding_of(checkpoint)
     if can_load_as_it_stands(written, here_of(trainer)):
         return False
-    portable = read_any(checkpoint, written, names_of(trainer))
+    portable = trainer.spread.as_here(read_any(checkpoint, written, names_of(trainer)))
     for name, weight in trainer.model.named_parameters():
         if name in portable.shapes:
             with gathered(weight), torch.no_grad():
@@ -157,11 +158,14 @@ def names_of(trainer: Any) -> Names:
     model = trainer.model
     decayed = set(trainer.get_decay_parameter_names(model))
     decays = {name: name in decayed for name, p in model.named_parameters() if p.requires_grad}
+    if trainer.spread.size > 1:  # its engine renames them
+        decays = {name: decays[parts[0]] for name, parts in whole_names(list(decays)).items()}
     choice = trainer.optimizer_cls_and_kwargs or Trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
     groups = groups_of(choice, decays, trainer.args.weight_decay)
     first = {id(p): name for name, p in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
-    return Names(groups, {name: first[id(p)] for name, p in every if first[id(p)] != name})
+    tied = {name: first[id(p)] for name, p in every if first[id(p)] != name}
+    return Names(groups, tied, trainer.spread.split_names(groups))
 
 
 def groups_of(choice: tuple[Any, dict[str, Any]], decays: Mapping[str, bool], decay: float) -> tuple[Group, ...]:

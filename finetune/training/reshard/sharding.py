@@ -24,11 +24,13 @@ class Sharding:
     zero_stage: int | None = None
     offload: str = "none"  # "cpu" and "nvme" are its other values
     precision: str = "fp32"
+    expert_ranks: int = 1  # ranks that hold a mixture's experts together
 
     def __str__(self) -> str:
         count = f"{self.ranks} rank" + ("s" if self.ranks != 1 else "")
         if self.engine == "deepspeed":
             where = f", states on {self.offload}" if self.offload != "none" else ""
+            where += f", experts over {self.expert_ranks} ranks" if self.expert_ranks > 1 else ""
             return f"{count} with ZeRO-{self.zero_stage}{where}"
         words = {"ddp": "without DeepSpeed", "fsdp": "with FSDP", "pipeline": "in a pipeline"}
         return f"{count} {words[self.engine]}"
@@ -58,7 +60,8 @@ def of_config(content: Any, ranks: int) -> Sharding:
     devices = [config.offload(name) for name in ("offload_optimizer", "offload_param")]
     where = next((device for device in ("nvme", "cpu") if device in devices), "none")
     precision = next((name for name in ("bf16", "fp16") if config.is_on(f"{name}.enabled")), "fp32")
-    return Sharding("deepspeed", ranks, config.count("zero_optimization.stage") or 0, where, precision)
+    experts = (config.count("expert_parallel.autoep_size") or 1) if config.is_on("expert_parallel.enabled") else 1
+    return Sharding("deepspeed", ranks, config.count("zero_optimization.stage") or 0, where, precision, experts)
 
 
 def can_load_as_it_stands(written: Sharding, here: Sharding) -> bool:

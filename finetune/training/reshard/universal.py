@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from finetune.models.expert_layers import EXPERTS
 from finetune.training.reshard.portable import COUNTERS, WEIGHT, Portable
 
 LATEST = "latest_universal"  # the engine reads the folder's name from this file
@@ -22,7 +23,9 @@ def write_weight(folder: Path, portable: Portable, name: str) -> None:
     place = folder / "zero" / name
     place.mkdir(parents=True, exist_ok=True)
     for key in (WEIGHT, *portable.keys):
-        torch.save({"param": portable.read(name, key), "cat_dim": 0}, place / f"{key}.pt")
+        whole = portable.read(name, key)
+        of_experts = {"is_expert_param": True, "ep_num_experts": len(whole)} if EXPERTS.search(name) else {}
+        torch.save({"param": whole, "cat_dim": 0, **of_experts}, place / f"{key}.pt")
     if portable.steps is not None:
         torch.save(torch.tensor(portable.steps), place / "step.pt")
 

@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 
+from finetune.dsconfig.config import Config
 from finetune.errors import RequestError, first_line
+from finetune.models.expert_layers import EXPERTS
+from finetune.training.reshard.expert_shards import as_one, in_order
 from finetune.training.reshard.portable import (
     COUNTERS,
     WEIGHT,
@@ -42,6 +45,11 @@ def model_file(folder: Path) -> Path:
     return third if third.is_file() else folder / "mp_rank_00_model_states.pt"
 
 
+def experts_over(record: Mapping[str, Any]) -> int:
+    """How many ranks hold a mixture's experts together, according to the file that `model_file` names."""
+    return Config(record.get("ds_config")).count("expert_parallel.autoep_size") or 1
+
+
 def read_zero(folder: Path) -> Portable:
     """Read the shards in `global_stepN/`. Raises RequestError."""
     try:
@@ -61,6 +69,10 @@ def _read(folder: Path) -> Portable:
     given, states = record["param_shapes"], _states(shards[0])
     shapes = {name: torch.Size(shape) for group in given for name, shape in group.items()}
     groups, pieces = (_third_stage if is_third else _first_stages)(shards, given, shapes)
+    spread = experts_over(record)
+    for name in filter(EXPERTS.search, shapes if spread > 1 else ()):
+        pieces[name] = in_order(pieces[name], spread)
+        shapes[name] = torch.Size([shapes[name][0] * spread, *shapes[name][1:]])
     weights = "fp32_flat_groups" if is_third else "single_partition_of_fp32_groups"
 
     def flat(shard: Any, group: int, key: str) -> torch.Tensor:
@@ -75,7 +87,7 @@ def _read(folder: Path) -> Portable:
             raise RequestError(f"{folder}: {reason}. They are not from the same checkpoint.") from error
 
     scaler = shards[0].get("loss_scaler")
-    return Portable(
+    found = Portable(
         shapes=shapes,
         keys=state_keys(states["state"][0]) if states["state"] else (),
         groups=groups,
@@ -86,6 +98,7 @@ def _read(folder: Path) -> Portable:
         counters={name: record[name] for name in COUNTERS},
         schedule=record["lr_scheduler"],
     )
+    return as_one(found) if spread > 1 else found
 
 
 def _states(shard: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,86 @@
+"""The checks of --expert_parallel_size before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import RequestError
+from finetune.safe_read import read_json_object
+
+if TYPE_CHECKING:
+    from finetune.run.run import Run
+
+# Flags under which the engine would not find the layers that it replaces, or ranks would not make the same passes.
+REFUSED = {
+    "auto_find_batch_size": "a rank that runs out of memory would leave the others waiting for its tokens",
+    "fsdp": "expert parallelism is DeepSpeed's",
+    "sequence_parallel_size": "experts spread over ranks that share texts are untested here",
+    "streaming": "ranks whose streams end earlier would leave the others waiting for their tokens",
+    "teacher": "distilling from a teacher with spread experts is untested here",
+    "torch_compile": "compiled exchanges are untested here",
+    "use_liger_kernel": "its forward pass computes the router loss by itself",
+    "use_peft": "adapters would be lost when the engine replaces the layers",
+}
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def expert_faults(run: Run) -> Iterator[str]:
+    """Errors that show in the flags alone."""
+    size, said, world = run.expert_parallel_size, run.said("expert_parallel_size"), run.launch.world_size
+    if size == 1:
+        return
+    if world > 1 and world % size:
+        yield (
+            f"{said}, but this run has {world} ranks, which is not a multiple of {size}. Give a divisor of {world}, or "
+            f"launch with {size * -(-world // size)} ranks."
+        )
+    for name, why in REFUSED.items():
+        nothing = ("none", "false", "0", "") + (("1",) if name == "sequence_parallel_size" else ())
+        if str(run.value(name)).lower() not in nothing:
+            yield f"{run.said(name)}, but {said}: {why}. Drop one of the two."
+
+
+def expert_faults_here(run: Run, deepspeed: str | None) -> Iterator[str]:
+    """Further errors in a run that is to start on this machine; `deepspeed` is its config, if any."""
+    size, said = run.expert_parallel_size, run.said("expert_parallel_size")
+    if size == 1:
+        return
+    if not run.value("do_train"):
+        yield f"{said}, which spreads experts in training, but {run.said('do_train')}. Drop it."
+    elif run.launch.world_size == 1:
+        yield f"{said}, but this is one rank. Launch with `deepspeed --num_gpus {size}` or more, or drop it."
+    elif deepspeed is None:
+        yield f"{said}, which needs DeepSpeed, but this run does not use it. Add --deepspeed zero2, for instance."
+
+
+def look_at_experts(run: Run) -> None:
+    """Raises RequestError if a folder's config.json, or the shape of a model from scratch, shows no experts, or a
+    number of them that the ranks cannot share."""
+    from finetune.run.sizes import causal_shape
+
+    name = run.value("model_name_or_path")
+    file = Path(str(name)).expanduser() / "config.json"
+    if run.expert_parallel_size == 1 or (name and not file.is_file()):
+        return
+    shape = read_json_object(file) if name else causal_shape(run.value("model_size"), run.value("config_overrides"))
+    check_experts(shape.get, run.expert_parallel_size)
+
+
+def check_experts(read: Callable[[str], Any], size: int) -> None:
+    """Raises RequestError if `size` ranks cannot share a model's experts evenly; `read` returns the values of its
+    config by name, None for missing ones."""
+    inner = read("text_config")
+    read = inner.get if isinstance(inner, dict) else read
+    count = next((read(name) for name in COUNTS if isinstance(read(name), int)), None)
+    said = f"--expert_parallel_size {size}"
+    if count is None:
+        raise RequestError(f"{said}, but the model has no experts. Drop it, or give a mixture (--model_size moe-tiny).")
+    if count % size:
+        raise RequestError(f"{said} does not divide the model's {count} experts. Give a divisor of {count}.")
+    if read("router_jitter_noise"):
+        raise RequestError(
+            f"{said}: the model's router adds noise in training (router_jitter_noise), which DeepSpeed's does not. Set "
+            "it to 0 in config.json, or drop the flag."
+        )
