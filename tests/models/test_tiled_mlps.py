@@ -53,7 +53,7 @@ def test_loss_and_gradients_are_those_of_whole_mlps(make: Any, rows: int, tokens
     assert again == pytest.approx(loss, rel=1e-6)
     assert tiled.keys() == whole.keys()
     for name, gradient in whole.items():
-        assert (tiled[name] - gradient).norm() <= 1e-6 * gradient.norm(), name
+        assert (tiled[name] - gradient).norm() <= 1e-5 * gradient.norm(), name  # 4e-6 at most, in fp32
     marks = [getattr(p, "ds_grad_is_ready", True) for p in model.parameters()]
     assert all(marks)  # DeepSpeed would wait for the others for good
 
