@@ -142,8 +142,9 @@ def known_models(
     if not found:
         alike = {name: re.sub(r"'[^']*'|\d[\d,]*", "", str(error)) for name, error in refused.items()}
         [(most, _)] = Counter(alike.values()).most_common(1)
-        name, error = next((name, refused[name]) for name, text in alike.items() if text == most)
+        name = next(name for name, text in alike.items() if text == most)
         raise RequestError(
-            f"--largest_model: this run can train none of the {len(refused)} known models. For example, {name}: {error}"
+            f"--largest_model: this run can train none of the {len(refused)} known models. For example, {name}: "
+            f"{refused[name]}"
         )
     return found
