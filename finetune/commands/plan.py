@@ -25,6 +25,7 @@ from finetune.plan.questions import BATCH, DEADLINE, LONGEST, MODEL, OPEN
 from finetune.plan.run_model import SHAPING, described, with_kept_model
 from finetune.plan.search import LAYOUTS, Candidate, Found, Limits, scaling, search
 from finetune.report.plan_answers import lines_of, show_answer
+from finetune.run.choose import recipes
 from finetune.run.files import RUN_RECORD
 from finetune.run.launch import Launch
 from finetune.run.run import Run
@@ -198,6 +199,7 @@ def _described(asked: argparse.Namespace, machine: Machine) -> tuple[Run, list[s
     if not asked.target:
         return described(argv, launch, asked.recipe)
     if not is_recipes_yaml(asked.target):
+        _refuse_other_names(asked.target)
         return described([*argv, "--model_name_or_path", asked.target], launch, asked.recipe)
     run, notes = described(["--config", asked.target, *argv], launch, asked.recipe)
     if Path(asked.target).name == RUN_RECORD and not any(
@@ -205,6 +207,17 @@ def _described(asked: argparse.Namespace, machine: Machine) -> tuple[Run, list[s
     ):
         run = with_kept_model(run, Path(asked.target).parent)
     return run, notes
+
+
+def _refuse_other_names(target: str) -> None:
+    """Raises RequestError for the name of a recipe, or of a --model_size."""
+    if Path(target).exists():
+        return
+    if target in recipes():
+        raise RequestError(f"{target} is a recipe, not a model: --recipe {target} plans it.")
+    of_size = [name for name, one in recipes().items() if target in one.flags["model_size"].choices]
+    if of_size:
+        raise RequestError(f"{target} is a size, not a model: --recipe {of_size[0]} --model_size {target} plans it.")
 
 
 def _say(asked: argparse.Namespace, outcome: Outcome, layouts: Found | None) -> None:
@@ -282,12 +295,6 @@ def _job(job: Job) -> dict[str, Any]:
 
 
 def _rank(rank: Any) -> dict[str, Any]:
-    return {
-        "rank": rank.rank,
-        "resident": rank.resident,
-        "resident_bytes": rank.resident_bytes,
-        "peak": asdict(rank.peak),
-        "peaks": {phase: moment.bytes for phase, moment in rank.peaks.items()},
-        "host": rank.host,
-        "timeline": rank.timeline,
-    }
+    found = {name: getattr(rank, name) for name in ("rank", "resident", "resident_bytes", "host", "timeline")}
+    peaks = {phase: moment.bytes for phase, moment in rank.peaks.items()}
+    return {**found, "peak": asdict(rank.peak), "peaks": peaks}

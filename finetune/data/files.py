@@ -17,6 +17,7 @@ from finetune.data.hub import hub_is_reachable
 from finetune.data.open_quotes import refuse_open_quotes
 from finetune.errors import FinetuneError, RequestError, first_line
 from finetune.run.flags.text import CONLL
+from finetune.run.paths import missing_file
 from finetune.safe_read import DEEPEST, TOKEN
 from finetune.safe_read.files import open_plain
 from finetune.safe_read.folders import check_data_folder
@@ -55,12 +56,8 @@ def open_file(
     from datasets.utils.extract import Extractor
 
     path = Path(name).expanduser()
-    if path.is_dir():
-        raise RequestError(f"--{flag} {name}: is a folder. Give one file, or the folder as --dataset_name.")
-    if not path.is_file():
-        near = sorted(p.name for p in path.parent.glob("*") if p.suffix in KINDS)[:8] if path.parent.is_dir() else []
-        there = f" {path.parent}/ holds {', '.join(near)}." if near else f" {path.parent}/ holds no table either."
-        raise RequestError(f"--{flag} {name}: there is no such file.{there} Check the path.")
+    if fault := missing_file(name):
+        raise RequestError(f"--{flag} {name}: {fault}")
     open_plain(path, name=f"--{flag} {name}").close()
     if packed := Extractor.infer_extractor_format(path):  # `datasets` would unpack it, whatever its suffix
         raise RequestError(f"--{flag} {name}: is compressed ({packed}). Unpack it.")

@@ -16,12 +16,14 @@ from finetune.data.sampling import GlobalBatchSampler
 
 
 class Joined(Dataset[Any]):
-    """The blocks of `parts`, concatenated. With `weights` the sampler draws in these proportions (sampling.py)."""
+    """The blocks of `parts`, concatenated. With `weights`, which are normalized, the sampler draws in these proportions
+    (sampling.py)."""
 
     def __init__(
         self, parts: Sequence[PackedDataset], weights: Sequence[Fraction] | None = None, names: Sequence[str] = ()
     ) -> None:
-        self.parts, self.weights, self.names = tuple(parts), weights, names
+        self.parts, self.names = tuple(parts), names
+        self.weights = [weight / sum(weights) for weight in weights] if weights else None
         self.sizes = [len(part) for part in parts]
         self.ends = np.cumsum(self.sizes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import os
 from collections.abc import Iterator
 from itertools import islice
@@ -38,18 +39,19 @@ def _words(value: Any) -> list[str]:
     return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str) and one]
 
 
-def _file(name: str) -> str | None:
+def missing_file(name: str) -> str | None:
+    """Why `name` cannot be a file, and what is there instead; None if it is one."""
     path = Path(name).expanduser()
     if path.is_dir():
         return "it is a folder. Give one file, or the folder as --dataset_name."
-    return None if path.exists() else f"there is no such file.{_there(path.parent)} Check the path."
+    return None if path.exists() else f"there is no such file.{_there(path)} Check the path."
 
 
 def _folder(name: str) -> str | None:
     path = Path(name).expanduser()
     if path.is_dir():
         return None
-    found = "it is a file. Give a folder." if path.exists() else f"there is no such folder.{_there(path.parent)}"
+    found = "it is a file. Give a folder." if path.exists() else f"there is no such folder.{_there(path)}"
     return f"{found} Check the path."
 
 
@@ -58,7 +60,7 @@ def _name_or_path(name: str) -> str | None:
     is_path = name.startswith(("/", "./", "../", "~")) or name.rstrip("/").count("/") > 1
     path = Path(name).expanduser()
     return (
-        f"there is no such folder or file.{_there(path.parent)} Check the path."
+        f"there is no such folder or file.{_there(path)} Check the path."
         if is_path and not os.path.exists(path)  # False also for a name that is too long for a path
         else None
     )
@@ -97,7 +99,7 @@ def _template(name: str) -> str | None:
 
 
 KINDS = {
-    FILE: _file,
+    FILE: missing_file,
     FOLDER: _folder,
     NAME_OR_PATH: _name_or_path,
     METRIC: _metric,
@@ -105,11 +107,19 @@ KINDS = {
 }
 
 
-def _there(folder: Path) -> str:
-    """What a message says about the folder that was searched."""
+def _there(missing: Path) -> str:
+    """What a message says about the folder in which a path does not exist."""
+    folder = missing.parent
     if not os.path.isdir(folder):
-        return f" There is no folder {folder} either."
+        return f" There is no folder {folder} either." + _like(folder)
     names = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir() if not path.name.startswith("."))
     near = [name for name in names if name.endswith((*TABLES, "/", ".yaml"))][:SHOWN]
     shown = str(folder).rstrip("/")
-    return f" {shown}/ holds {', '.join(near)}." if near else f" {shown}/ holds no table or folder."
+    return _like(missing) + (f" {shown}/ holds {', '.join(near)}." if near else f" {shown}/ holds no table or folder.")
+
+
+def _like(missing: Path) -> str:
+    """The path with the most similar name in the same folder, as a question; "" if none is similar."""
+    names = os.listdir(missing.parent) if os.path.isdir(missing.parent) else ()
+    near = difflib.get_close_matches(missing.name, sorted(names), 1)
+    return f" Did you mean {missing.parent / near[0]}?" if near else ""

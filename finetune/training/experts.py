@@ -23,6 +23,7 @@ from finetune.training.guards.nan_guard import NOT_THE_MODELS
 from finetune.training.run_folder import write_json
 from finetune.training.start import Session
 
+LOAD = "expert_load_max"  # in logs
 NOT_READ_AHEAD = ("labels", "shift_labels", *NOT_THE_MODELS)
 
 
@@ -121,16 +122,20 @@ class RoutedMixin:
         return float(self.args.world_size * divided / multiplied)
 
     def log(self: Any, logs: dict[str, Any], start_time: float | None = None) -> None:
-        if self.experts is not None and "loss" in logs:
+        if self.experts is not None and ("loss" in logs or ("train_runtime" in logs and not self._has_load())):
             loss, tokens = self.experts.window(self._sum_over_ranks, self.args.device)
             logs.update({} if loss is None else {"router_loss": loss})
             logs.update(load_figures(tokens))
             if self.is_world_process_zero() and bool(tokens.any()):
                 names = list(self.experts.mixture.modules)
                 write_load(Path(self.args.output_dir), self.state.global_step, names, tokens)
-        elif self.experts is not None and "train_runtime" in logs and self.is_world_process_zero():
+        if self.experts is not None and "train_runtime" in logs and self.is_world_process_zero():
             draw_load(Path(self.args.output_dir))
         super().log(logs, start_time)  # type: ignore[misc]
+
+    def _has_load(self: Any) -> bool:
+        """Not if the run ended before its first log."""
+        return any(LOAD in row for row in self.state.log_history)
 
 
 def mask_of(inputs: dict[str, Any]) -> torch.Tensor | None:
@@ -148,7 +153,7 @@ def load_figures(tokens: torch.Tensor) -> dict[str, float]:
     if not bool(total.sum() > 0):
         return {}
     shares = tokens / total.clamp(min=1e-9)
-    return {"expert_load_max": float(shares.max()), "experts_idle": float((tokens == 0).double().mean())}
+    return {LOAD: float(shares.max()), "experts_idle": float((tokens == 0).double().mean())}
 
 
 def write_load(folder: Path, step: int, names: Sequence[str], tokens: torch.Tensor) -> None:

@@ -87,7 +87,9 @@ def _facts(session: Session, config: Any, data: Any) -> dict[str, dict[str, Any]
     base = (run.value("model_name_or_path"), run.value("model_revision"), bool(run.value("use_peft")))
     config_of_engine = session.ds_config or (config_of_fields() if deepspeed_by_accelerate(run) else {})
     engine = _of_engine(config_of_engine) | {ARITHMETIC: arithmetic_of(config_of_engine, training.max_grad_norm)}
-    facts = {"rows": rows, "files": files, "tokenizer": tokenizer, "model": model, "engine": engine}
+    weights = getattr(data.splits.get("train"), "weights", None)
+    mixture = {"weights": [str(share) for share in weights]} if weights else {}
+    facts = {"rows": rows, "files": files, "mixture": mixture, "tokenizer": tokenizer, "model": model, "engine": engine}
     return facts | {"base": digests.of_base(*base), "teacher": digests.of_base(run.value("teacher"), "main", True)}
 
 
@@ -153,8 +155,9 @@ def _compare(
     rows = {f"{split} rows": (there.get(split), now[split]) for split in now if there.get(split) != now[split]}
     if not rows:
         return other
-    files = [f"--{flag}" for flag, digest in facts["files"].items() if was.get(flag) not in (None, digest)]
-    why = f" ({', '.join(files)} has changed)" if files else ""
+    changed = [f"--{flag}" for flag, digest in facts["files"].items() if was.get(flag) not in (None, digest)]
+    changed += ["a weight in --train_file"] * (before.facts.get("mixture", facts["mixture"]) != facts["mixture"])
+    why = f" ({', '.join(changed)} has changed)" if changed else ""
     begins = None if BEGINNING in before.facts.get("tokenizer", {}) else facts["tokenizer"].get(BEGINNING)
     if begins:
         why += f" (each document now begins with {begins}, as its tokenizer has it, which an older version left out)"

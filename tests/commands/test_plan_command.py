@@ -124,6 +124,8 @@ def test_a_flag_takes_several_values_as_in_a_recipe(capsys: pytest.CaptureFixtur
     [
         ([], "nothing to plan"),
         (["gpt3"], "no model is known by this name"),
+        (["moe-tiny"], "--recipe causal_lm --model_size moe-tiny"),
+        (["seq_cls"], "--recipe seq_cls"),
         (["gpt2", "--gpu", "H200-80GB"], "H200"),
         (["gpt2", "--nodes", "0"], "--nodes is 0"),
         (["gpt2", "--nodes", "100000"], "Mistyped"),

@@ -223,6 +223,8 @@ def test_other_weights_use_the_same_tokens_and_are_other_rows(
     found = [prepared(some).splits["train"] for some in (weighted(files, 1, 2), weighted(files, 2, 1), files)]
     assert len([place for place in (tmp_path / "cache" / "causal_lm").iterdir() if place.is_dir()]) == 1
     assert len({digests.of_rows(train) for train in found}) == 3
+    same = prepared(weighted(files, 0.5, 1)).splits["train"]
+    assert digests.of_rows(same) == digests.of_rows(found[0])
 
 
 def test_one_validation_file_is_held_out_once_for_all(files: list[str], tmp_path: Path) -> None:

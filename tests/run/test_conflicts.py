@@ -294,3 +294,16 @@ def test_a_shipped_yaml_is_taken_by_its_name_too(name: str, tmp_path: Path, monk
     run = resolve(CAUSAL_LM, ["--config", name, "--model_name_or_path", "gpt2"], Launch())
     assert run.value("activation_checkpoint_interval") == 1
     assert list(missing_inputs(run)) == []
+
+
+def test_a_mistyped_path_is_told_what_is_like_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "small").mkdir(parents=True)
+    (tmp_path / "train.jsonl").touch()
+    for flag, given, meant in (
+        ("model_name_or_path", "./modles/small", "Did you mean models?"),
+        ("model_name_or_path", "./models/smal", "Did you mean models/small?"),
+        ("train_file", "trian.jsonl", "Did you mean train.jsonl?"),
+    ):
+        (fault,) = missing_inputs(resolve(CAUSAL_LM, [f"--{flag}", given], Launch()))
+        assert meant in fault

@@ -193,6 +193,7 @@ def test_a_tiny_mixture_from_scratch_trains_saves_and_resumes(tmp_path: Path) ->
     found = run.json("experts.json")
     assert (found["step"], len(found["layers"]), len(found["tokens"][0])) == (3, 2, 8)
     assert all(0.9 < loss < 4 for loss in run.column("router_loss"))  # 2 if all experts are equally busy
+    assert "expert_load_max" not in run.json("train_results.json")
     model = AutoModelForCausalLM.from_pretrained(run.folder)
     assert (model.config.model_type, model.config.output_router_logits) == ("qwen3_moe", True)
     again = launch("python", tmp_path / "run", {**flags, "max_steps": 4, "resume": "auto"}, recipe=RECIPE)
@@ -270,6 +271,15 @@ def test_spread_experts_go_on_bit_equal_and_at_another_layout(
             assert run.column(figure)[-2:] == pytest.approx(truth.column(figure)[-2:], rel=1e-5), (name, figure)
         if name == "again":
             assert different_weights(run.folder, whole.folder) == []
+
+
+def test_a_run_that_ends_before_its_first_log_shows_the_load_all_the_same(tmp_path: Path) -> None:
+    flags = {**ROUTED, "model_size": "moe-tiny", "deepspeed": "none", "logging_steps": 10, "do_eval": False}
+    flags |= {"router_aux_loss_coef": None, "config_overrides": "num_hidden_layers=2", "max_train_samples": 3}
+    run = launch("python", tmp_path / "run", flags, recipe=RECIPE)
+    assert run.json("train_results.json")["expert_load_max"] >= 1
+    assert run.json("experts.json")["step"] == 3
+    assert (run.folder / "experts.png").is_file()
 
 
 EXPERTS = ["q_proj", "experts.gate_up_proj", "experts.down_proj"]
