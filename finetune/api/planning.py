@@ -15,9 +15,8 @@ from finetune.commands.plan import Outcome, as_json, layouts_of, plan_of
 from finetune.plan.mends import ways_out
 from finetune.plan.plan import Plan
 from finetune.plan.search import Found
-from finetune.report.plan_answers import show_answer
 from finetune.report.plan_tables import layout_table, memory_table, show, step_table
-from finetune.report.plan_words import headline, more_words, rank_kinds, verdict
+from finetune.report.plan_words import headline, more_words, rank_kinds, show_answer, verdict
 from finetune.run.choose import recipes
 
 TEXT_WIDTH = 120

@@ -24,7 +24,7 @@ from finetune.plan.plan import Plan, plan
 from finetune.plan.questions import BATCH, DEADLINE, LONGEST, MODEL, OPEN
 from finetune.plan.run_model import SHAPING, described, with_kept_model
 from finetune.plan.search import LAYOUTS, Candidate, Found, Limits, scaling, search
-from finetune.report.plan_answers import lines_of, show_answer
+from finetune.report.plan_words import lines_of, show_answer
 from finetune.run.choose import recipes
 from finetune.run.files import RUN_RECORD
 from finetune.run.launch import Launch

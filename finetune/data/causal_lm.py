@@ -17,8 +17,7 @@ from finetune.data.account import CorpusAccount, note_of_cuts
 from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states, prepare_once
 from finetune.data.changes import UnchangedFiles
 from finetune.data.chat.conversation import Learning
-from finetune.data.chat.ends import note_of_ends, turn_ends
-from finetune.data.chat.remarks import ENDLESS, notes_of
+from finetune.data.chat.remarks import ENDLESS, note_of_ends, notes_of, turn_ends
 from finetune.data.chat.templates import DEFAULT_TEMPLATE, INVENTED, read_template
 from finetune.data.columns import CHAT, TEXT, of_chats_alone
 from finetune.data.documents import ENDS, Corpus, open_corpora

@@ -19,8 +19,14 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 
-from finetune.models.classifier_pipeline import classifier_pipeline, summed_loss
-from finetune.models.pipeline import PipelineLayer, PipelineModel, draw_layer, layer_spec
+from finetune.models.pipeline import (
+    PipelineLayer,
+    PipelineModel,
+    classifier_pipeline,
+    draw_layer,
+    layer_spec,
+    summed_loss,
+)
 
 CONVOLUTIONS, POOLED = 5, (0, 1, 4)  # how many, and which are followed by a max-pool
 LAYERS = CONVOLUTIONS + 3

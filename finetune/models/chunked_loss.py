@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from finetune.data.packing import IGNORED
 from finetune.errors import RequestError, first_line
-from finetune.models.small_copy import small_copy
+from finetune.models.probes import small_copy
 from finetune.run.facts import loss_chunk_tokens
 
 PROBE_VOCABULARY = 16

@@ -23,7 +23,7 @@ import torch
 from torch import distributed, nn
 
 from finetune.errors import RequestError, first_line
-from finetune.models.small_copy import small_copy
+from finetune.models.probes import small_copy
 
 PROBE_TOKENS = 16
 ASKED = "output_router_logits"  # transformers' name in configs and forward passes

@@ -16,8 +16,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from finetune.models.classifier_pipeline import classifier_pipeline
-from finetune.models.pipeline import PipelineLayer, PipelineModel, draw_layer, layer_spec
+from finetune.models.pipeline import PipelineLayer, PipelineModel, classifier_pipeline, draw_layer, layer_spec
 
 
 class MLPConfig(PreTrainedConfig):

@@ -13,6 +13,9 @@ from torch import nn
 
 if TYPE_CHECKING:
     from deepspeed.pipe import LayerSpec  # importing DeepSpeed fixes its device, which `start` must set first
+from functools import partial
+
+from transformers import PreTrainedModel
 
 SEEDS_APART = 1_000_003  # more than any model has layers, so that runs with adjacent seeds share no layer seed
 
@@ -93,3 +96,45 @@ def layer_spec(kind: type[nn.Module], *args: Any, **kwargs: Any) -> LayerSpec:
 def sequential_layers(layers: Sequence[LayerSpec | nn.Module]) -> list[PipelineLayer]:
     """A list's layers, with the names that `nn.Sequential` would give their weights."""
     return [PipelineLayer(layer, str(index)) for index, layer in enumerate(layers)]
+
+
+def classifier_pipeline(
+    kind: type[PreTrainedModel],
+    config: Any,
+    layers: Sequence[PipelineLayer],
+    figures: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> PipelineModel:
+    """The `layers` of a model of class `kind` for `finetune.training.pipeline`."""
+    with torch.device("meta"):
+        total = kind(config).num_parameters()
+    return PipelineModel(
+        layers=layers,
+        split=partial(split_batch, str(kind.main_input_name)),
+        loss=summed_loss,
+        items=count_labels,
+        figures=figures,
+        multiplied_parameters=total,
+        config=config,
+        save=partial(save_config, kind, config),
+    )
+
+
+def split_batch(first: str, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first stage's input and the last stage's targets."""
+    return batch[first], batch["labels"]
+
+
+def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross entropy in nats, summed over rows: logits (B, classes), labels (B)."""
+    return nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
+
+
+def count_labels(labels: torch.Tensor) -> torch.Tensor:
+    """The number of rows, as a 0-d tensor."""
+    return torch.tensor(labels.numel())
+
+
+def save_config(kind: type[PreTrainedModel], config: Any, folder: Path) -> None:
+    """Write what `save_pretrained` writes beside the weights."""
+    config.architectures, config.dtype = [kind.__name__], torch.float32
+    config.save_pretrained(folder)

@@ -36,8 +36,8 @@ from finetune.training.run_folder import (
     write_ds_config,
     write_records,
 )
+from finetune.training.running_loss import SourceLosses
 from finetune.training.same_run import settle_identity, write_run_record
-from finetune.training.source_losses import SourceLosses
 from finetune.training.start import Session
 from finetune.training.summary import print_summary
 from finetune.training.trainer import FinetuneTrainer

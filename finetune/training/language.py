@@ -7,12 +7,11 @@ from typing import Any
 from finetune.models.adapters import check_adapter, check_expert_adapter, kept_as, with_adapter
 from finetune.models.causal import CausalSource, build_causal_lm, find_causal_source, settled_config
 from finetune.models.chunked_loss import choose_chunk_tokens, chunk_tokens_of, use_chunked_loss
-from finetune.models.document_mask import check_document_mask
 from finetune.models.expert_parallel import check_expert_parallel
 from finetune.models.experts import ASKED, narrow
 from finetune.models.gptlite_pipeline import check_gptlite, gptlite_pipeline, pipeline_layers
 from finetune.models.pipeline import PipelineModel
-from finetune.models.sequence_parallel import check_sequence_parallel
+from finetune.models.probes import check_document_mask, check_sequence_parallel
 from finetune.models.source import positions_of
 from finetune.models.tiled_mlp import choose_tiled_mlp, use_tiled_mlp
 from finetune.run.flags.adapter import AdapterArguments

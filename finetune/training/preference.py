@@ -21,11 +21,11 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from finetune.data.cache import cache_home, kept_in
+from finetune.data.preference_batches import CHOSEN, REJECTED, collate_shared
 from finetune.data.preferences import PreferenceData
-from finetune.data.shared_prompts import CHOSEN, REJECTED, collate_shared
 from finetune.errors import RequestError
 from finetune.models.chunked_loss import LossHead, token_figures
-from finetune.models.shared_prompt import shared_mask
+from finetune.models.probes import shared_mask
 from finetune.run.recipes.preference import BETAS, PreferenceArguments
 from finetune.run.reference import OF_REFERENCE
 from finetune.training.checkpoints.writing import leads, of_first, together

@@ -20,7 +20,7 @@ from finetune.models.causal import CausalSource, build_causal_lm, find_causal_so
 from finetune.models.chunked_loss import choose_chunk_tokens, use_chunked_loss
 from finetune.models.gptlite import GPTLiteForSequenceClassification
 from finetune.models.gptlite_weights import draw_weights
-from finetune.models.shared_prompt import check_shared_prompt
+from finetune.models.probes import check_shared_prompt
 from finetune.models.source import load_weights, positions_of
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.language import CausalModelArguments

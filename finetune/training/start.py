@@ -35,7 +35,7 @@ from finetune.run.schedules import Schedule
 from finetune.training import builds, runtime
 from finetune.training.checkpoints.choice import Chosen, checkpoint_to_resume, settle
 from finetune.training.course import Course, course_of, tokenizer_of
-from finetune.training.profiling.deepspeed import with_profilers
+from finetune.training.profiling.callback import with_profilers
 from finetune.training.progress import on_terminal
 from finetune.training.reshard.batch import keep_global_batch, refuse_other_batch
 from finetune.training.run_folder import lock_output_dir

@@ -23,7 +23,7 @@ from finetune.data.tokenizer import rows_of
 from finetune.errors import RequestError
 from finetune.models.chunked_loss import loss_head, refusal
 from finetune.models.classifier import trained_labels
-from finetune.models.document_mask import check_document_mask
+from finetune.models.probes import check_document_mask
 from finetune.models.source import Kept, from_pretrained, load_weights, positions_of, refuse_without_weights
 from finetune.run.facts import base_dtype
 from finetune.run.flags.distillation import CachedTeacherArguments, DistillArguments

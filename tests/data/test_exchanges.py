@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from finetune.data.exchanges import exchanges_of
 from finetune.data.mixture import Joined
 from finetune.data.packing import PackedDataset, Tokens, one_each
+from finetune.generation.causal import exchanges_of
 
 
 def split_of(*documents: str) -> PackedDataset:

@@ -19,7 +19,7 @@ from finetune.dsconfig.config import Config
 from finetune.dsconfig.context import ENGINES, Context
 from finetune.dsconfig.formats import FORMATS, written
 from finetune.dsconfig.purpose import OF_INFERENCE
-from finetune.dsconfig.rules.refused import KNOWN
+from finetune.dsconfig.rules.leftovers import KNOWN
 from finetune.dsconfig.shape import schema
 
 ZERO2 = '"zero_optimization": {"stage": 2}'

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from finetune.errors import RequestError
-from finetune.models.adapter_targets import targets_of
+from finetune.models.adapters import targets_of
 from finetune.run.flags.adapter import AdapterArguments
 
 

@@ -25,8 +25,8 @@ from transformers import (
 
 from finetune.data.packing import Collator, PackedDataset, Tokens, best_fit_decreasing, one_each
 from finetune.errors import RequestError
-from finetune.models.document_mask import check_document_mask, documents_are_apart
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
+from finetune.models.probes import check_document_mask, documents_are_apart
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 100}
 LLAMA = {**SHAPE, "intermediate_size": 64, "num_key_value_heads": 2}

@@ -31,13 +31,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from finetune.data.preference_batches import OF_PAIRS, collate
+from finetune.data.preference_batches import OF_PAIRS, collate, collate_shared, shared_tokens
 from finetune.data.preference_rows import fitted
-from finetune.data.shared_prompts import collate_shared, shared_tokens
 from finetune.errors import RequestError
 from finetune.models.chunked_loss import use_chunked_loss
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
-from finetune.models.shared_prompt import check_shared_prompt
+from finetune.models.probes import check_shared_prompt
 from finetune.training.preference import PreferenceTrainer
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}

@@ -10,7 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from finetune.errors import RequestError
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
-from finetune.models.sequence_parallel import check_sequence_parallel, refusal
+from finetune.models.probes import check_sequence_parallel, refusal
 
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 WIDE = {**SHAPE, "intermediate_size": 64}

@@ -16,7 +16,7 @@ from finetune.plan.model import model_of
 from finetune.plan.named import find_model_config
 from finetune.plan.plan import plan
 from finetune.plan.search import Limits, laid_out, search
-from finetune.report.plan_answers import cost_line, one_more_line
+from finetune.report.plan_words import cost_line, one_more_line
 
 A100 = find_machine("A100-80GB")
 GPT2 = model_of(find_model_config("gpt2"))

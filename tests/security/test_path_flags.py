@@ -11,7 +11,7 @@ from finetune.entry.here import resolve_here
 from finetune.errors import RequestError
 from finetune.run.choose import recipes
 from finetune.run.launch import Launch
-from finetune.run.path_name import unusable
+from finetune.run.parse import unusable
 
 FLAGS = {
     "seq_cls": ("train_file", "output_dir", "config"),

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from finetune.errors import RequestError
 from finetune.run.flags.profiling import ProfileArguments, check_length, check_profile
 from finetune.run.run import Run
-from finetune.training.profiling.callback import StepProfile
-from finetune.training.profiling.deepspeed import with_profilers
+from finetune.training.profiling.callback import StepProfile, with_profilers
 from finetune.training.profiling.parts import (
     FORWARD_RANGE,
     NEW_START,

@@ -15,7 +15,7 @@ from test_reshard import DECAYS, KEYS, NAMES, SHAPES, STEPS, assert_whole, check
 from finetune.errors import RequestError
 from finetune.run.files import PIPELINE_RECORD
 from finetune.training.reshard.batch import global_batch_of
-from finetune.training.reshard.by_name import read_pipeline, write_pipeline_record, write_share
+from finetune.training.reshard.move import read_pipeline, write_pipeline_record, write_share
 from finetune.training.reshard.one_file import Names, read_plain, read_zero0, write_plain, write_zero0
 from finetune.training.reshard.portable import Group, Portable, joined, settings_of, state_keys, steps_of
 from finetune.training.reshard.resuming import groups_of, mend_optimizer

@@ -15,7 +15,7 @@ from finetune.data.packing import IGNORED
 from finetune.models.chunked_loss import loss_head, use_chunked_loss
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.run.mixture import MOST_LOGGED
-from finetune.training.source_losses import SLICE_TOKENS, SourceLosses, token_losses
+from finetune.training.running_loss import SLICE_TOKENS, SourceLosses, token_losses
 
 VOCABULARY, CHUNK = 11, 5
 ENDS = [3, 7, 9]  # the blocks of three files

@@ -20,7 +20,7 @@ OF_A_MODEL = (
     (GPTLITE, "_supports_attention_backend", "any attention function serves", "is_backend_compatible"),
     (GPTLITE, "_tied_weights_keys", "the head is the embedding", "get_expanded_tied_weights_keys"),
 )
-WRITTEN = ("models/causal.py", "models/small_copy.py", "models/sequence_parallel.py")
+WRITTEN = ("models/causal.py", "models/probes.py")
 
 MODELS = (
     Row(
@@ -78,14 +78,8 @@ MODELS = (
         )
         for where, why in (
             ("models/causal.py", "a config is settled before its model is built"),
-            ("models/document_mask.py", "which masks the attention takes"),
-            ("models/shared_prompt.py", "whether the attention takes a mask of four dimensions"),
+            ("models/probes.py", "which masks and functions the attention takes, and a small copy attends alike"),
             (GPTLITE, "which function attends"),
-            ("models/small_copy.py", "a small copy attends as its model does"),
-            (
-                "models/sequence_parallel.py",
-                "which function is exchanged around, and a small copy that runs on the CPU",
-            ),
             ("training/sequence_parallel.py", "which function is exchanged around"),
         )
     ),

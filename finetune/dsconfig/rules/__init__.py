@@ -14,11 +14,9 @@ from finetune.dsconfig.rules import (
     leftovers,
     offload,
     optimizer,
-    parameters,
     pipeline,
     precision,
     quantized,
-    refused,
     schedule,
     zero,
 )
@@ -37,7 +35,6 @@ def rules_for(config: Config) -> tuple[Rule, ...]:
 RULES: tuple[Rule, ...] = (
     *batch.RULES,  # DS2xx: batch sizes, "auto", and agreement with the Trainer's arguments
     *optimizer.RULES,  # DS3xx: optimizer and schedule
-    *parameters.RULES,
     *schedule.RULES,
     *precision.RULES,  # DS4xx
     *zero.RULES,  # DS5xx
@@ -46,5 +43,4 @@ RULES: tuple[Rule, ...] = (
     *quantized.RULES,  # DS7xx: ZeRO++
     *pipeline.RULES,  # DS8xx
     *leftovers.RULES,  # DS9xx: leftovers in the file
-    *refused.RULES,
 )

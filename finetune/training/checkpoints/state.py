@@ -14,7 +14,7 @@ from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.manifest import CHECKPOINT
 
 MOST = 2**63  # a streamed data set has about this many epochs
-SUMS = 4  # of each source of a mixture (finetune.training.source_losses)
+SUMS = 4  # of each source of a mixture (finetune.training.running_loss)
 MOST_ROWS = 100_000  # rows of log_history; our runs keep far fewer (training/run_folder.py)
 
 

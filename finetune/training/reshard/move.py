@@ -9,17 +9,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+
 from finetune.errors import FinetuneError, RequestError, RunError, first_line
-from finetune.run.files import UNFINISHED
+from finetune.run.files import PIPELINE_RECORD, UNFINISHED
 from finetune.training.checkpoints.tag import newest_tag
 from finetune.training.checkpoints.writing import every
-from finetune.training.reshard.by_name import read_pipeline, write_pipeline_record, write_share
+from finetune.training.pipeline.checkpoint import read_record
+from finetune.training.pipeline.files import file_name, find_tensors, read_tensor
 from finetune.training.reshard.expert_shards import as_layers, fit_schedule, regrouped
 from finetune.training.reshard.one_file import Names, read_plain, read_zero0, write_plain, write_zero0
-from finetune.training.reshard.portable import Portable
+from finetune.training.reshard.portable import WEIGHT, Group, Portable, load_pickle
 from finetune.training.reshard.sharding import Sharding
 from finetune.training.reshard.universal import write_record, write_weight
 from finetune.training.reshard.zero_shards import read_zero
+from finetune.training.run_folder import write_json
 
 PREFIX = UNFINISHED + "resharded-"  # no run resumes from such a folder, and the next start deletes it
 SCHEDULE = "scheduler.pt"
@@ -180,3 +185,53 @@ class Mover:
             if found is not None:
                 raise found[0](found[1])
         return result
+
+
+def read_pipeline(folder: Path, own: tuple[Group, ...]) -> Portable:
+    """`own` are the resuming run's groups: the file's only settings are the learning rates. Raises RequestError."""
+    record = read_record(folder)
+    weights, states = find_tensors(folder, "model"), find_tensors(folder, "optimizer")
+    wanted = [name for group in own for name in group.names]
+    if missing := sorted(set(wanted) - set(weights)):
+        raise RequestError(f"--resume: {folder} has no weight {missing[0]}. Is it a checkpoint of this model?")
+    schedule = load_pickle(folder / "scheduler.pt")
+    # Its groups are the Trainer's: decayed and not decayed (pipeline/engine.py).
+    pairs = zip(own, schedule["_last_lr"], strict=False)
+    groups = tuple(Group(group.names, {**group.settings, "lr": rate}) for group, rate in pairs)
+
+    def read(name: str, key: str) -> torch.Tensor:
+        found = read_tensor(weights, name) if key == WEIGHT else read_tensor(states, f"{key}:{name}")
+        return found.float()
+
+    return Portable(
+        shapes={name: torch.Size(read(name, WEIGHT).shape) for name in wanted},
+        keys=tuple(sorted({name.split(":", 1)[0] for name in states})),
+        groups=groups,
+        steps=record["optimizer_steps"],
+        read=read,
+        buffers={name: read_tensor(weights, name) for name in weights if name not in wanted},
+        loss_scale=record["loss_scale"],
+    )
+
+
+def write_share(folder: Path, portable: Portable, names: list[str], rank: int, ranks: int) -> None:
+    """Write one rank's part of the tensors; rank 0 also writes the buffers."""
+    weights = {name: portable.read(name, WEIGHT) for name in names}
+    if rank == 0:
+        weights |= {name: tensor.contiguous() for name, tensor in portable.buffers.items()}
+    save_file(weights, folder / file_name("model", rank, ranks), metadata={"format": "pt"})
+    states = {f"{key}:{name}": portable.read(name, key) for name in names for key in portable.keys}
+    save_file(states, folder / file_name("optimizer", rank, ranks))
+
+
+def write_pipeline_record(folder: Path, portable: Portable, global_batch_size: int, optimizer: str) -> None:
+    """`stages` and `pipelines` are null, because the folder has no layout's random states."""
+    record: dict[str, Any] = {
+        "stages": None,
+        "pipelines": None,
+        "global_batch_size": global_batch_size,
+        "optimizer": optimizer,
+        "optimizer_steps": portable.steps,
+        "loss_scale": dict(portable.loss_scale),
+    }
+    write_json(folder / PIPELINE_RECORD, record)
