@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from finetune.run.flag import FILE, METRIC, NAME_OR_PATH, TEMPLATE, flag
-from finetune.run.flags.text import ENCODING
+from finetune.run.flags.text import HeldOutArguments, NamedModelArguments
 from finetune.run.on_resume import EVALUATED, GOES_ON, MODEL, NEVER, ROWS
 from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, TIMEOUT, Range
 from finetune.run.sizes import CAUSAL_SIZES
@@ -18,15 +18,10 @@ LEAST_BPE_VOCABULARY = 257  # the bytes and the end-of-text token
 
 
 @dataclass
-class CausalModelArguments:
+class CausalModelArguments(NamedModelArguments):
     """Which model. Without a name, one of `model_size` is trained from scratch: a GPT-lite, or a mixture of experts."""
 
     model_name_or_path: str | None = flag(None, "hub id or folder of any causal LM", MODEL, path=NAME_OR_PATH)
-    model_revision: str = flag("main", "branch, tag or commit on the hub", MODEL)
-    tokenizer_name: str | None = flag(
-        None, "hub id or folder of a tokenizer; default: the model's", MODEL, path=NAME_OR_PATH
-    )
-    trust_remote_code: bool = flag(False, "run Python code that comes with the model", GOES_ON)
     model_size: str = flag(
         "tiny", f"size of a model from scratch: {', '.join(CAUSAL_SIZES)}", MODEL, choices=CAUSAL_SIZES
     )
@@ -48,23 +43,15 @@ class CausalModelArguments:
 
 
 @dataclass
-class CorpusArguments:
+class CorpusArguments(HeldOutArguments):
     """What to train on. Without these, Python's reference manual is used."""
 
-    dataset_name: str | None = flag(
-        None, "data set on the hub, or a local folder in its layout", ROWS, path=NAME_OR_PATH
-    )
-    dataset_config_name: str | None = flag(None, "configuration of the hub data set", ROWS)
     train_file: list[str] | None = flag(
         None,
         "txt, csv, tsv, json(l) or parquet files; several may have weights: a.jsonl:0.7 b.jsonl:0.3",
         ROWS,
         path=FILE,
     )
-    validation_file: str | None = flag(
-        None, "held-out file in the same format; default: a part of the training data", EVALUATED, path=FILE
-    )
-    encoding: str | None = flag(None, ENCODING, ROWS)
     column_mapping: list[str] | None = flag(
         None, "names of columns in your files, e.g. context=input response=output", ROWS, pairs=True
     )

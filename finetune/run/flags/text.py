@@ -10,14 +10,13 @@ from finetune.run.range import AT_LEAST_ONE, PART, RATE, TIMEOUT, Range
 from finetune.run.sizes import DISTILBERT_SIZES
 
 LEAST_TOKENS = 8  # less leaves no room for text
-ENCODING = "encoding of csv, json and text files, such as cp1252 or utf-16; default: detected"
 CONLL = (".conll", ".conllu", ".bio", ".iob", ".iob2")  # suffixes of files of words and their tags
 TASKS = ("classification", "multi_label_classification", "regression")
 
 
 @dataclass
-class ModelArguments:
-    """Which model. Without a name, a DistilBERT of `model_size` is trained from scratch."""
+class NamedModelArguments:
+    """Which model with a tokenizer."""
 
     model_name_or_path: str | None = flag(None, "hub id or folder of the model to start from", MODEL, path=NAME_OR_PATH)
     model_revision: str = flag("main", "branch, tag or commit on the hub", MODEL)
@@ -25,6 +24,12 @@ class ModelArguments:
         None, "hub id or folder of a tokenizer; default: the model's", MODEL, path=NAME_OR_PATH
     )
     trust_remote_code: bool = flag(False, "run Python code that comes with the model", GOES_ON)
+
+
+@dataclass
+class ModelArguments(NamedModelArguments):
+    """Which model. Without a name, a DistilBERT of `model_size` is trained from scratch."""
+
     model_size: str = flag(
         "tiny", f"size of a model from scratch: {', '.join(DISTILBERT_SIZES)}", MODEL, choices=tuple(DISTILBERT_SIZES)
     )
@@ -32,19 +37,27 @@ class ModelArguments:
 
 
 @dataclass
-class FileArguments:
-    """Where the data comes from."""
+class HeldOutArguments:
+    """Where data comes from, besides the files to train on."""
 
     dataset_name: str | None = flag(
         None, "data set on the hub, or a local folder in its layout", ROWS, path=NAME_OR_PATH
     )
     dataset_config_name: str | None = flag(None, "configuration of the hub data set", ROWS)
-    train_file: str | None = flag(None, "csv, tsv, json(l) or parquet file; for tags also CoNLL", ROWS, path=FILE)
     validation_file: str | None = flag(
         None, "held-out file in the same format; default: a part of the training data", EVALUATED, path=FILE
     )
+    encoding: str | None = flag(
+        None, "encoding of csv, json and text files, such as cp1252 or utf-16; default: detected", ROWS
+    )
+
+
+@dataclass
+class FileArguments(HeldOutArguments):
+    """Where the data comes from."""
+
+    train_file: str | None = flag(None, "csv, tsv, json(l) or parquet file; for tags also CoNLL", ROWS, path=FILE)
     test_file: str | None = flag(None, "file to predict, in the same format; it needs no labels", GOES_ON, path=FILE)
-    encoding: str | None = flag(None, ENCODING, ROWS)
 
 
 @dataclass

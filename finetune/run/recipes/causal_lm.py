@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from finetune.run.flags.adapter import AdapterArguments
-from finetune.run.flags.common import RunArguments
-from finetune.run.flags.compression import CompressionArguments
 from finetune.run.flags.distillation import CachedTeacherArguments, DistillArguments
 from finetune.run.flags.experts import ExpertArguments
-from finetune.run.flags.guards import GuardArguments
 from finetune.run.flags.language import (
     BlockArguments,
     CausalModelArguments,
@@ -15,9 +12,9 @@ from finetune.run.flags.language import (
     GeneratedAnswerArguments,
     SampleArguments,
 )
-from finetune.run.flags.profiling import ProfileArguments
 from finetune.run.flags.sequence_parallel import SequenceParallelArguments
 from finetune.run.recipe import FIGURES_OF_TEXTS, METRICS_OF_TEXTS, USUAL, Recipe
+from finetune.run.recipes import TRAINER_GROUPS
 from finetune.run.task import TEXT_GENERATION
 
 LANGUAGE_FIGURES = ("loss", "perplexity", "bits_per_byte", "bits_per_character", "token_accuracy")
@@ -38,10 +35,7 @@ CAUSAL_LM = Recipe(
         GeneratedAnswerArguments,
         DistillArguments,
         CachedTeacherArguments,
-        ProfileArguments,
-        RunArguments,
-        CompressionArguments,
-        GuardArguments,
+        *TRAINER_GROUPS,
     ),
     defaults={
         **USUAL,

@@ -6,14 +6,11 @@ from dataclasses import dataclass
 
 from finetune.run.flag import FILE, flag
 from finetune.run.flags.adapter import AdapterArguments
-from finetune.run.flags.common import RunArguments
-from finetune.run.flags.compression import CompressionArguments
-from finetune.run.flags.guards import GuardArguments
-from finetune.run.flags.profiling import ProfileArguments
 from finetune.run.flags.text import ModelArguments, PreparationArguments, SequenceArguments
 from finetune.run.on_resume import GOES_ON, NEVER, ROWS, VALUES
 from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 from finetune.run.recipe import USUAL, Recipe
+from finetune.run.recipes import TRAINER_GROUPS
 from finetune.run.task import Task
 
 POOLINGS = ("mean", "cls", "last")
@@ -64,10 +61,7 @@ EMBEDDING = Recipe(
         EmbeddingDataArguments,
         PreparationArguments,
         EmbeddingArguments,
-        ProfileArguments,
-        RunArguments,
-        CompressionArguments,
-        GuardArguments,
+        *TRAINER_GROUPS,
     ),
     figures=("loss", "recall_at_1", "recall_at_5", "recall_at_10", "mrr_at_10", "triplet_accuracy", "spearman"),
     defaults={

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune.run.flag import FILE, NAME_OR_PATH, TEMPLATE, Void, flag
+from finetune.run.flag import FILE, TEMPLATE, Void, flag
 from finetune.run.flags.adapter import AdapterArguments
-from finetune.run.flags.common import RunArguments
-from finetune.run.flags.compression import CompressionArguments
-from finetune.run.flags.guards import GuardArguments
 from finetune.run.flags.language import LEAST_BLOCK, LEAST_BPE_VOCABULARY, CausalModelArguments
-from finetune.run.flags.profiling import ProfileArguments
-from finetune.run.flags.text import ENCODING, PreparationArguments
-from finetune.run.on_resume import EVALUATED, GOES_ON, NEVER, ROWS, VALUES
+from finetune.run.flags.text import HeldOutArguments, PreparationArguments
+from finetune.run.on_resume import GOES_ON, NEVER, ROWS, VALUES
 from finetune.run.range import NOT_NEGATIVE, POSITIVE, Range
 from finetune.run.recipe import USUAL, Recipe
+from finetune.run.recipes import TRAINER_GROUPS
 from finetune.run.task import TEXT_CLASSIFICATION, TEXT_GENERATION
 
 # Loss -> default --beta, as in the papers.
@@ -23,20 +20,12 @@ REFERENCES = ("auto", "cached", "online")
 
 
 @dataclass
-class PreferenceDataArguments:
+class PreferenceDataArguments(HeldOutArguments):
     """What to train on. Without these, Python's docstrings are preferred to the same words in another order."""
 
-    dataset_name: str | None = flag(
-        None, "data set on the hub, or a local folder in its layout", ROWS, path=NAME_OR_PATH
-    )
-    dataset_config_name: str | None = flag(None, "configuration of the hub data set", ROWS)
     train_file: str | None = flag(
         None, "csv, tsv, json(l) or parquet file: chosen and rejected, or completion and label", ROWS, path=FILE
     )
-    validation_file: str | None = flag(
-        None, "held-out file in the same format; default: a part of the training data", EVALUATED, path=FILE
-    )
-    encoding: str | None = flag(None, ENCODING, ROWS)
     column_mapping: list[str] | None = flag(
         None, "names of columns in your files, e.g. better=chosen worse=rejected", ROWS, pairs=True
     )
@@ -108,10 +97,7 @@ PREFERENCE = Recipe(
         PreferenceDataArguments,
         PreparationArguments,
         PreferenceArguments,
-        ProfileArguments,
-        RunArguments,
-        CompressionArguments,
-        GuardArguments,
+        *TRAINER_GROUPS,
     ),
     figures=(
         *("loss", "preference_accuracy", "reward_margin", "reward_chosen", "reward_rejected"),

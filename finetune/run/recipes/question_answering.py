@@ -9,14 +9,11 @@ from typing import Any
 from finetune.run.decoders import refuse_writer
 from finetune.run.flag import METRIC, Void, flag
 from finetune.run.flags.adapter import AdapterArguments
-from finetune.run.flags.common import RunArguments
-from finetune.run.flags.compression import CompressionArguments
-from finetune.run.flags.guards import GuardArguments
-from finetune.run.flags.profiling import ProfileArguments
 from finetune.run.flags.text import ModelArguments, PreparationArguments, SequenceArguments
 from finetune.run.on_resume import EVALUATED, GOES_ON, ROWS
 from finetune.run.range import AT_LEAST_ONE, Range
 from finetune.run.recipe import USUAL, Recipe
+from finetune.run.recipes import TRAINER_GROUPS
 from finetune.run.sizes import DISTILBERT_SIZES, distilbert_shape
 from finetune.run.task import Task
 
@@ -82,10 +79,7 @@ QUESTION_ANSWERING = Recipe(
         QuestionDataArguments,
         PreparationArguments,
         AnswerArguments,
-        ProfileArguments,
-        RunArguments,
-        CompressionArguments,
-        GuardArguments,
+        *TRAINER_GROUPS,
     ),
     defaults={
         **USUAL,

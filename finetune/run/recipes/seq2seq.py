@@ -9,14 +9,11 @@ from typing import Any
 from finetune.run.decoders import refuse_no_rewriter
 from finetune.run.flag import METRIC, NAME_OR_PATH, flag
 from finetune.run.flags.adapter import AdapterArguments
-from finetune.run.flags.common import RunArguments
-from finetune.run.flags.compression import CompressionArguments
-from finetune.run.flags.guards import GuardArguments
-from finetune.run.flags.profiling import ProfileArguments
-from finetune.run.flags.text import FileArguments, PreparationArguments
+from finetune.run.flags.text import FileArguments, NamedModelArguments, PreparationArguments
 from finetune.run.on_resume import GOES_ON, MODEL, ROWS
 from finetune.run.range import AT_LEAST_ONE, RATE, Range
 from finetune.run.recipe import FIGURES_OF_TEXTS, METRICS_OF_TEXTS, USUAL, Recipe
+from finetune.run.recipes import TRAINER_GROUPS
 from finetune.run.task import Task
 
 # Shapes of a T5 from scratch; its vocabulary has at most `vocab_size` tokens. `small` and `base` are from arXiv
@@ -30,17 +27,12 @@ LENGTH = Range(least=2)  # a token, and the end of text
 
 
 @dataclass
-class Seq2SeqModelArguments:
+class Seq2SeqModelArguments(NamedModelArguments):
     """Which model. Without a name, a T5 of `model_size` is trained from scratch."""
 
     model_name_or_path: str | None = flag(
         None, "hub id or folder of a T5, BART, Pegasus, Marian or the like", MODEL, path=NAME_OR_PATH
     )
-    model_revision: str = flag("main", "branch, tag or commit on the hub", MODEL)
-    tokenizer_name: str | None = flag(
-        None, "hub id or folder of a tokenizer; default: the model's", MODEL, path=NAME_OR_PATH
-    )
-    trust_remote_code: bool = flag(False, "run Python code that comes with the model", GOES_ON)
     model_size: str = flag(
         "tiny", f"size of a model from scratch: {', '.join(T5_SIZES)}", MODEL, choices=tuple(T5_SIZES)
     )
@@ -113,10 +105,7 @@ SEQ2SEQ = Recipe(
         PairArguments,
         PreparationArguments,
         GeneratedTextArguments,
-        ProfileArguments,
-        RunArguments,
-        CompressionArguments,
-        GuardArguments,
+        *TRAINER_GROUPS,
     ),
     defaults={
         **USUAL,

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from finetune.run.flags.adapter import AdapterArguments
-from finetune.run.flags.common import RunArguments
-from finetune.run.flags.compression import CompressionArguments
 from finetune.run.flags.distillation import DistillArguments
-from finetune.run.flags.guards import GuardArguments
-from finetune.run.flags.profiling import ProfileArguments
 from finetune.run.flags.text import ClassArguments, DataArguments, ModelArguments, PreparationArguments
 from finetune.run.recipe import USUAL, Recipe
+from finetune.run.recipes import TRAINER_GROUPS
 from finetune.run.task import TEXT_CLASSIFICATION
 
 SEQ_CLS = Recipe(
@@ -22,10 +19,7 @@ SEQ_CLS = Recipe(
         PreparationArguments,
         ClassArguments,
         DistillArguments,
-        ProfileArguments,
-        RunArguments,
-        CompressionArguments,
-        GuardArguments,
+        *TRAINER_GROUPS,
     ),
     defaults={**USUAL, "output_dir": "runs/seq_cls"},
     figures=("loss", "accuracy", "f1_macro", "matthews", "mse", "pearson", "f1_micro", "subset_accuracy"),

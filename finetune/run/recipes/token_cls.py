@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from finetune.run.decoders import refuse_writer
 from finetune.run.flags.adapter import AdapterArguments
-from finetune.run.flags.common import RunArguments
-from finetune.run.flags.compression import CompressionArguments
-from finetune.run.flags.guards import GuardArguments
-from finetune.run.flags.profiling import ProfileArguments
 from finetune.run.flags.text import ClassArguments, ModelArguments, PreparationArguments, TokenDataArguments
 from finetune.run.recipe import USUAL, Recipe
+from finetune.run.recipes import TRAINER_GROUPS
 from finetune.run.task import Task
 
 TOKEN_CLS = Recipe(
@@ -21,10 +18,7 @@ TOKEN_CLS = Recipe(
         TokenDataArguments,
         PreparationArguments,
         ClassArguments,
-        ProfileArguments,
-        RunArguments,
-        CompressionArguments,
-        GuardArguments,
+        *TRAINER_GROUPS,
     ),
     defaults={**USUAL, "output_dir": "runs/token_cls"},
     figures=("loss", "precision", "recall", "f1", "accuracy"),
