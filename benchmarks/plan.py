@@ -31,9 +31,8 @@ from finetune.plan.optimizers import Optimizer
 from finetune.plan.seconds import plan_seconds
 from finetune.plan.values import Lora
 from finetune.plan.zero import Zero, read_zero
-from finetune.report.colours import ACCENT, GRID, LIMIT, MUTED
 from finetune.report.scales import Scale, ticks_below, ticks_left
-from finetune.report.shapes import WIDE, Dot, Line, Picture
+from finetune.report.shapes import ACCENT, GRID, LIMIT, MUTED, WIDE, Dot, Line, Picture
 from finetune.report.svg import write_png
 
 REPO = Path(__file__).resolve().parents[1]

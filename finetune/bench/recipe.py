@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from finetune.bench.models import PRESETS
 from finetune.measure.recipe import SHORT_RUN
+from finetune.run.flag import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 from finetune.run.flags.common import RunArguments
 from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.flags.profiling import ProfileArguments
-from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 from finetune.run.recipe import PIPELINE, TRAINER, Recipe
 
 

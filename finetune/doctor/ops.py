@@ -14,7 +14,7 @@ from pathlib import Path
 
 from finetune.dsconfig.toolchain import compiler, has_libaio
 from finetune.host.result import ABSENT, Asked, Result, verdict, warned
-from finetune.run.child import environment_of_child
+from finetune.run.environment import environment_of_child
 
 NVCC = "Install the CUDA toolkit that torch was built for, and set CUDA_HOME."
 # What it is for, how to get it, and whether it is only for GPUs.

@@ -15,7 +15,7 @@ from pathlib import Path
 from finetune.entry.here import resolve_here
 from finetune.errors import INTERRUPTED, FinetuneError, InterruptedRunError, NothingToDoError
 from finetune.privacy import shown
-from finetune.run.help import help_of
+from finetune.run.command_line import help_of
 from finetune.run.importing import begin_imports
 from finetune.run.launch import Launch, own_rank, read_launch
 from finetune.run.recipe import Recipe

@@ -6,7 +6,7 @@ import argparse
 
 from finetune.errors import RequestError
 from finetune.run.command_line import CommandParser
-from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, Range
+from finetune.run.flag import AT_LEAST_ONE, NOT_NEGATIVE, Range
 
 RANGES = {
     "max_new_tokens": AT_LEAST_ONE,

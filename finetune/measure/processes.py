@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from finetune.measure.outcome import Outcome, outcome_of
-from finetune.run.child import environment_of_child
+from finetune.run.environment import environment_of_child
 from finetune.run.launch import free_port
 
 PYTHON, TORCHRUN, DEEPSPEED = "python", "torchrun", "deepspeed"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetune.run.flag import AT_LEAST_ONE, NOT_NEGATIVE
 from finetune.run.flags.common import RunArguments
 from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.flags.sequence_parallel import SequenceParallelArguments
-from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE
 from finetune.run.recipe import PIPELINE, TRAINER, Recipe
 
 # Defaults of every short real run; the trained model is not kept.

@@ -22,7 +22,7 @@ from typing import Any
 from finetune.errors import RequestError
 from finetune.plan.families.parts import CAUSAL, CLASSES, TAGS, Sizes
 from finetune.plan.model import Model, Tensor, Trace
-from finetune.run.child import environment_of_child
+from finetune.run.environment import environment_of_child
 
 HEADS = (CAUSAL, CLASSES, TAGS)
 LISTS = ("auto_mappings.py", "configuration_auto.py")  # of transformers/models/auto: they list all model types

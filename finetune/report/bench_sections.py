@@ -10,11 +10,10 @@ from finetune.report.bench_pictures import (
     rank_memory,
     throughput_bars,
 )
-from finetune.report.colours import colour_of
 from finetune.report.curves import SECONDS, STEP, Curve, Panel
 from finetune.report.page import Block, Curves, Section, drawn
 from finetune.report.published import AVERAGE_MEMORY, Published, ratios, study
-from finetune.report.shapes import Point
+from finetune.report.shapes import Point, colour_of
 from finetune.report.table import Table
 from finetune.report.text import fixed, number, ratio, said, unit_for
 

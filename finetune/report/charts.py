@@ -6,9 +6,22 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from finetune.report.colours import ACCENT, GRID, INK, LIMIT, MUTED
 from finetune.report.scales import Scale, ticks_below
-from finetune.report.shapes import NORMAL, SMALL, Box, Line, Picture, Shape, Word, letters
+from finetune.report.shapes import (
+    ACCENT,
+    GRID,
+    INK,
+    LIMIT,
+    MUTED,
+    NORMAL,
+    SMALL,
+    Box,
+    Line,
+    Picture,
+    Shape,
+    Word,
+    letters,
+)
 from finetune.report.text import as_list, as_number, shortened
 
 OFF_SCALE = 5.0  # times the longest bar; drawing a limit beyond that would make the bars too small to read

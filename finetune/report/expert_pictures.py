@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.report.colours import ACCENT, LIMIT, MUTED
-from finetune.report.shapes import SMALL, Box, Picture, Word, letters
+from finetune.report.shapes import ACCENT, LIMIT, MUTED, SMALL, Box, Picture, Word, letters
 from finetune.report.text import as_list, as_number
 
 MOST_LAYERS, MOST_EXPERTS = 128, 512  # of a picture; with more, cells are too small to see

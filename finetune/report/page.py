@@ -20,9 +20,8 @@ from markupsafe import Markup
 
 from finetune.errors import RequestError, plain
 from finetune.report import text
-from finetune.report.colours import DAY, NIGHT, variables
 from finetune.report.curves import WORDS, Panel, draw
-from finetune.report.shapes import NARROW, WIDE, Picture
+from finetune.report.shapes import DAY, NARROW, NIGHT, WIDE, Picture, variables
 from finetune.report.svg import LOOK, escaped, svg, svg_file
 
 LONGEST_CAPTION = 300  # letters

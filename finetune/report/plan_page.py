@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.plan.seconds import pipeline_schedule
-from finetune.report.colours import INK, LIMIT
 from finetune.report.page import Block, Report, Section, as_html, drawn, write
 from finetune.report.plan_pictures import host_bars, lanes, memory_bars, memory_over_time, scaling_curve, throughput
 from finetune.report.plan_tables import host_table, layout_table, memory_table, step_table
 from finetune.report.plan_words import fills_host, headline, more_words, rank_kinds, verdict
-from finetune.report.shapes import WIDE, Word, folded
+from finetune.report.shapes import INK, LIMIT, WIDE, Word, folded
 from finetune.report.svg import write_png as write_pictures
 from finetune.report.table import Table
 from finetune.report.text import gib, number, seconds_words

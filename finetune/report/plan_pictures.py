@@ -8,10 +8,24 @@ from typing import TYPE_CHECKING
 
 from finetune.plan.schedule import BACKWARD, FORWARD, IDLE, RECEIVE, SEND, Schedule
 from finetune.report.charts import OFF_SCALE, Bar, Piece, bars, timeline
-from finetune.report.colours import ACCENT, GRID, INK, LIMIT, MUTED
 from finetune.report.plan_words import COLOURS, in_order, moment_words, rank_kinds
 from finetune.report.scales import Scale, ticks_below, ticks_left
-from finetune.report.shapes import SMALL, Box, Dot, Line, Picture, Point, Word, folded, letters
+from finetune.report.shapes import (
+    ACCENT,
+    GRID,
+    INK,
+    LIMIT,
+    MUTED,
+    SMALL,
+    Box,
+    Dot,
+    Line,
+    Picture,
+    Point,
+    Word,
+    folded,
+    letters,
+)
 from finetune.report.text import GIB, Unit, gib, number, seconds_words, spelled
 
 if TYPE_CHECKING:

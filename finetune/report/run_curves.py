@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.report.colours import colour_of
 from finetune.report.curves import SAMPLES, SECONDS, STEP, TOKENS, Curve, Panel, draw
 from finetune.report.page import Curves
 from finetune.report.run_folder import RunFolder
-from finetune.report.shapes import WIDE, Picture, Point
+from finetune.report.shapes import WIDE, Picture, Point, colour_of
 from finetune.report.text import as_number, spelled
 from finetune.run.mixture import COUNT_OF_FILE, MOST_LOGGED, OF_FILE
 

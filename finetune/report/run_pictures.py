@@ -8,10 +8,9 @@ from typing import Any
 
 from finetune.plan.schedule import BACKWARD, FORWARD, IDLE, RECEIVE, SEND, Event, Schedule
 from finetune.report.charts import Bar, bars
-from finetune.report.colours import ACCENT, colour_of
 from finetune.report.page import Block, drawn
 from finetune.report.plan_pictures import lanes
-from finetune.report.shapes import Picture
+from finetune.report.shapes import ACCENT, Picture, colour_of
 from finetune.report.table import Table
 from finetune.report.text import GIB, as_dict, as_list, as_number, gib, number, seconds_words, shortened, spelled
 

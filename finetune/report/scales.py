@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from finetune.report.colours import GRID, MUTED
-from finetune.report.shapes import SMALL, Line, Picture, Word, letters
+from finetune.report.shapes import GRID, MUTED, SMALL, Line, Picture, Word, letters
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError, plain
-from finetune.report.colours import DAY, NIGHT, variables
-from finetune.report.shapes import Box, Dot, Line, Picture, Shape, Word
+from finetune.report.shapes import DAY, NIGHT, Box, Dot, Line, Picture, Shape, Word, variables
 
 PIXELS_PER_INCH, POINTS_PER_INCH, PNG_DOTS_PER_INCH = 96, 72, 180
 MARGIN, HEAD, GAP = 20.0, 38.0, 18.0  # of a PNG: around it, for a picture's title, between two pictures

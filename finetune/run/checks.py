@@ -21,8 +21,7 @@ from finetune.run.flags.sequence_parallel import sequence_faults, sequence_fault
 from finetune.run.flags.trackers import check_trackers
 from finetune.run.launch import meeting_faults
 from finetune.run.optimizer import missing_package
-from finetune.run.output_folder import missing_checkpoint
-from finetune.run.paths import missing_inputs
+from finetune.run.paths import missing_checkpoint, missing_inputs
 from finetune.run.void import void_here
 
 if TYPE_CHECKING:

@@ -1,9 +1,10 @@
 """Environment variables left over in a shell or set by hand, which libraries obey. A run obeys each one and says so, or
-refuses it. Never imports torch."""
+refuses it. Also the environment of child processes. Never imports torch."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 from finetune.run.launch import is_on
@@ -91,3 +92,10 @@ def obeyed(run: Run) -> Run:
 
 def _said(name: str) -> str:
     return f"{name} is {os.environ[name]!r} in the environment"
+
+
+def environment_of_child() -> dict[str, str]:
+    """An environment in which Python imports what this process can, and nothing from the current folder: `-m` and `-c`
+    would look there first, and a stranger's torch.py may be there. Python 3.10 ignores PYTHONSAFEPATH and does look."""
+    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from finetune.run.flag import FILE, NAME_OR_PATH, OUTPUT, Flag
+from finetune.run.flag import AT_LEAST_ONE, FILE, NAME_OR_PATH, NOT_NEGATIVE, OUTPUT, POSITIVE, RATE, STEPS, Flag, Range
 from finetune.run.on_resume import OF_TRAINER
-from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, RATE, STEPS, Range
 from finetune.run.schedules import Schedule
 from finetune.run.snapshot import snapshot
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from conftest import REPO
 
-from finetune.doctor import gpus, ops, probes
+from finetune.doctor import ops, probes
 from finetune.doctor.probes import look
 from finetune.dsconfig.context import release
 from finetune.host import network
@@ -154,9 +154,9 @@ def test_a_driver_without_its_torch_is_named(
 
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU that works")
-    monkeypatch.setattr(gpus, "driver_version", lambda: driver)
+    monkeypatch.setattr(probes, "driver_version", lambda: driver)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    (result,) = gpus.gpus(asked(tmp_path))
+    (result,) = probes.gpus(asked(tmp_path))
     assert result.status == status
     assert says in result.mend
 
@@ -168,12 +168,12 @@ def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
 
 
 def test_compiled_code_serves_the_gpus_that_it_is_for() -> None:
-    assert gpus.serves("sm_80", 8, 6)
-    assert not gpus.serves("sm_86", 8, 0)
-    assert not gpus.serves("sm_80", 9, 0)
-    assert gpus.serves("compute_80", 9, 0), "compiled at the first use"
-    assert gpus.serves("sm_90a", 9, 0)
-    assert not gpus.serves("gfx90a", 9, 0)
+    assert probes.serves("sm_80", 8, 6)
+    assert not probes.serves("sm_86", 8, 0)
+    assert not probes.serves("sm_80", 9, 0)
+    assert probes.serves("compute_80", 9, 0), "compiled at the first use"
+    assert probes.serves("sm_90a", 9, 0)
+    assert not probes.serves("gfx90a", 9, 0)
 
 
 def test_a_token_is_present_and_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

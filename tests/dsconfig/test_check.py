@@ -14,11 +14,10 @@ from conftest import REPO
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.dsconfig.check import check, difference, mended
+from finetune.dsconfig.check import OF_INFERENCE, check, difference, mended
 from finetune.dsconfig.config import Config
 from finetune.dsconfig.context import ENGINES, Context
 from finetune.dsconfig.formats import FORMATS, written
-from finetune.dsconfig.purpose import OF_INFERENCE
 from finetune.dsconfig.rules.leftovers import KNOWN
 from finetune.dsconfig.shape import schema
 

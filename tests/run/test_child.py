@@ -11,7 +11,7 @@ import pytest
 from finetune.doctor.ops import build
 from finetune.measure.outcome import DONE
 from finetune.measure.processes import run
-from finetune.run.child import environment_of_child
+from finetune.run.environment import environment_of_child
 
 if sys.version_info < (3, 11):
     pytest.skip("Python 3.10 has no PYTHONSAFEPATH", allow_module_level=True)

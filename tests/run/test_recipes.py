@@ -14,11 +14,10 @@ from conftest import REPO
 
 from finetune.bench.recipe import BENCHMARK
 from finetune.errors import RequestError
-from finetune.run.flag import OUTPUT
-from finetune.run.help import COMMON, help_of
+from finetune.run.command_line import COMMON, help_of
+from finetune.run.flag import OUTPUT, Range
 from finetune.run.launch import Launch
 from finetune.run.meanings import MEANINGS
-from finetune.run.range import Range
 from finetune.run.recipe import Recipe
 from finetune.run.resolve import resolve
 

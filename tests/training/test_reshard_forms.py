@@ -20,8 +20,7 @@ from finetune.training.reshard.one_file import Names, read_plain, read_zero0, wr
 from finetune.training.reshard.portable import Group, Portable, joined, settings_of, state_keys, steps_of
 from finetune.training.reshard.resuming import groups_of, mend_optimizer
 from finetune.training.reshard.sharding import Sharding, of_config, sharding_of
-from finetune.training.reshard.universal import write_record, write_weight
-from finetune.training.reshard.zero_shards import shard_files
+from finetune.training.reshard.zero_shards import shard_files, write_record, write_weight
 
 TENSORS = whole_tensors()
 BUFFERS = {"seen": torch.arange(3.0)}

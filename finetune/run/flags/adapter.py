@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune.run.flag import flag
+from finetune.run.flag import AT_LEAST_ONE, RATE, flag
 from finetune.run.on_resume import APPLIED, GOES_ON, NEVER, VALUES
-from finetune.run.range import AT_LEAST_ONE, RATE
 
 # Settings of a new adapter; one that is trained further, or evaluated, has its own.
 OF_NEW_ADAPTERS = (

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune.run.flag import NAME_OR_PATH, OUTPUT, SHIPPED_YAML, flag
+from finetune.run.flag import AT_LEAST_ONE, NAME_OR_PATH, OUTPUT, SHIPPED_YAML, flag
 from finetune.run.on_resume import GOES_ON, VALUES
-from finetune.run.range import AT_LEAST_ONE
 
 
 @dataclass

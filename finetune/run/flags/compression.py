@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from finetune.errors import RequestError
-from finetune.run.flag import flag
+from finetune.run.flag import AT_LEAST_ONE, Range, flag
 from finetune.run.launch import accelerate_uses_fsdp
 from finetune.run.on_resume import NEVER
-from finetune.run.range import AT_LEAST_ONE, Range
 
 if TYPE_CHECKING:
     from finetune.run.run import Run

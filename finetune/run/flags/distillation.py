@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.run.flag import NAME_OR_PATH, flag
+from finetune.run.flag import AT_LEAST_ONE, NAME_OR_PATH, POSITIVE, Range, flag
 from finetune.run.on_resume import MODEL, VALUES
-from finetune.run.range import AT_LEAST_ONE, POSITIVE, Range
 
 
 @dataclass

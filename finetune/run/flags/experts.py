@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from finetune.run.flag import flag
+from finetune.run.flag import AT_LEAST_ONE, NOT_NEGATIVE, flag
 from finetune.run.on_resume import GOES_ON, VALUES
-from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE
 
 if TYPE_CHECKING:
     from finetune.run.run import Run

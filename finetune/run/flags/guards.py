@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from finetune.run.flag import flag
+from finetune.run.flag import AT_LEAST_ONE, NOT_NEGATIVE, Range, flag
 from finetune.run.flags.compression import KEEPS_ERRORS
 from finetune.run.on_resume import APPLIED, GOES_ON
-from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, Range
 
 if TYPE_CHECKING:
     from finetune.run.run import Run

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune.run.flag import FOLDER, NAME_OR_PATH, flag
+from finetune.run.flag import AT_LEAST_ONE, FOLDER, NAME_OR_PATH, NOT_NEGATIVE, RATE, flag
 from finetune.run.on_resume import EVALUATED, GOES_ON, MODEL, ROWS, VALUES
-from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, RATE
 from finetune.run.sizes import IMAGE_SIZES
 
 

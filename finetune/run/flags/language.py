@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune.run.flag import FILE, METRIC, NAME_OR_PATH, TEMPLATE, flag
+from finetune.run.flag import AT_LEAST_ONE, FILE, METRIC, NAME_OR_PATH, NOT_NEGATIVE, TEMPLATE, TIMEOUT, Range, flag
 from finetune.run.flags.text import HeldOutArguments, NamedModelArguments
 from finetune.run.on_resume import EVALUATED, GOES_ON, MODEL, NEVER, ROWS
-from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, TIMEOUT, Range
 from finetune.run.sizes import CAUSAL_SIZES
 
 PACKINGS = ("wrapped", "bfd", "none")

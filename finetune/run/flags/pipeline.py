@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from finetune.run.files import by_hand
-from finetune.run.flag import flag
+from finetune.run.flag import AT_LEAST_ONE, NOT_NEGATIVE, flag
 from finetune.run.flags.compression import OF_DDP
 from finetune.run.on_resume import GOES_ON
-from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE
 
 if TYPE_CHECKING:
     from finetune.run.run import Run

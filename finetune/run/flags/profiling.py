@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from finetune.errors import RequestError
 from finetune.run.files import STATE_FILE
-from finetune.run.flag import flag
+from finetune.run.flag import Range, flag
 from finetune.run.flags.trackers import check_trackers
 from finetune.run.on_resume import GOES_ON
-from finetune.run.range import Range
 from finetune.safe_read import read_json_object
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import RequestError
-from finetune.run.flag import flag
+from finetune.run.flag import AT_LEAST_ONE, NOT_NEGATIVE, flag
 from finetune.run.on_resume import GOES_ON
-from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE
 from finetune.safe_read import read_json_object
 
 if TYPE_CHECKING:

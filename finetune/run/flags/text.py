@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune.run.flag import FILE, METRIC, NAME_OR_PATH, flag
+from finetune.run.flag import AT_LEAST_ONE, FILE, METRIC, NAME_OR_PATH, PART, RATE, TIMEOUT, Range, flag
 from finetune.run.on_resume import EVALUATED, GOES_ON, MODEL, ROWS, VALUES
-from finetune.run.range import AT_LEAST_ONE, PART, RATE, TIMEOUT, Range
 from finetune.run.sizes import DISTILBERT_SIZES
 
 LEAST_TOKENS = 8  # less leaves no room for text

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune.run.flag import FILE, flag
+from finetune.run.flag import AT_LEAST_ONE, FILE, NOT_NEGATIVE, POSITIVE, flag
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.text import ModelArguments, PreparationArguments, SequenceArguments
 from finetune.run.on_resume import GOES_ON, NEVER, ROWS, VALUES
-from finetune.run.range import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 from finetune.run.recipe import USUAL, Recipe
 from finetune.run.recipes import TRAINER_GROUPS
 from finetune.run.task import Task

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.run.decoders import refuse_writer
-from finetune.run.flag import METRIC, Void, flag
+from finetune.run.flag import AT_LEAST_ONE, METRIC, Range, Void, flag
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.text import ModelArguments, PreparationArguments, SequenceArguments
 from finetune.run.on_resume import EVALUATED, GOES_ON, ROWS
-from finetune.run.range import AT_LEAST_ONE, Range
 from finetune.run.recipe import USUAL, Recipe
 from finetune.run.recipes import TRAINER_GROUPS
 from finetune.run.sizes import DISTILBERT_SIZES, distilbert_shape

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.run.decoders import refuse_no_rewriter
-from finetune.run.flag import METRIC, NAME_OR_PATH, flag
+from finetune.run.flag import AT_LEAST_ONE, METRIC, NAME_OR_PATH, RATE, Range, flag
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.text import FileArguments, NamedModelArguments, PreparationArguments
 from finetune.run.on_resume import GOES_ON, MODEL, ROWS
-from finetune.run.range import AT_LEAST_ONE, RATE, Range
 from finetune.run.recipe import FIGURES_OF_TEXTS, METRICS_OF_TEXTS, USUAL, Recipe
 from finetune.run.recipes import TRAINER_GROUPS
 from finetune.run.task import Task

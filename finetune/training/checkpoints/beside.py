@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from finetune.run.child import environment_of_child
+from finetune.run.environment import environment_of_child
 from finetune.training.checkpoints.copies import Memory, OtherDeviceError, copied, copied_weights
 from finetune.training.checkpoints.learned import Learned
 from finetune.training.checkpoints.writer_process import Copy, Job, Report, main

@@ -9,10 +9,9 @@ from statistics import mean, median
 from typing import Any
 
 from finetune.report.charts import Piece, timeline
-from finetune.report.colours import colour_of
 from finetune.report.page import markdown
 from finetune.report.run_pictures import part_bars, part_table
-from finetune.report.shapes import WIDE, Picture
+from finetune.report.shapes import WIDE, Picture, colour_of
 from finetune.report.svg import write_png
 from finetune.report.table import Table
 from finetune.training.profiling.parts import PARTS, Step

@@ -22,8 +22,7 @@ from finetune.training.reshard.expert_shards import as_layers, fit_schedule, reg
 from finetune.training.reshard.one_file import Names, read_plain, read_zero0, write_plain, write_zero0
 from finetune.training.reshard.portable import WEIGHT, Group, Portable, load_pickle
 from finetune.training.reshard.sharding import Sharding
-from finetune.training.reshard.universal import write_record, write_weight
-from finetune.training.reshard.zero_shards import read_zero
+from finetune.training.reshard.zero_shards import read_zero, write_record, write_weight
 from finetune.training.run_folder import write_json
 
 PREFIX = UNFINISHED + "resharded-"  # no run resumes from such a folder, and the next start deletes it

@@ -23,8 +23,7 @@ from finetune.training.reshard.portable import (
     state_keys,
     steps_of,
 )
-from finetune.training.reshard.universal import engine_record
-from finetune.training.reshard.zero_shards import model_file
+from finetune.training.reshard.zero_shards import engine_record, model_file
 
 
 @dataclass(frozen=True)
