@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import datasets
 import evaluate
 from sacrebleu.metrics import BLEU
 
+from finetune.metrics import info
+
 
 class Bleu(evaluate.Metric):
-    """`bleu`, from 0 to 100, with sacrebleu's defaults: 13a tokenization, n-grams up to 4, exponential smoothing."""
+    """`bleu`, from 0 to 100, with sacrebleu's defaults: 13a tokenization, n-grams up to 4, exponential smoothing. M.
+    Post, A call for clarity in reporting BLEU scores, 2018."""
 
     def _info(self) -> Any:
-        text = datasets.Value("string")
-        return evaluate.MetricInfo(
-            description="Shared n-grams of up to four words, over all texts together.",
-            citation="M. Post, A call for clarity in reporting BLEU scores, 2018",
-            inputs_description="predictions, references: texts.",
-            features=datasets.Features({"predictions": text, "references": text}),
-        )
+        return info(self, "string")
 
     def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
         return {"bleu": float(BLEU().corpus_score(list(predictions), [list(references)]).score)}

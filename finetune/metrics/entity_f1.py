@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import datasets
 import evaluate
 from seqeval.metrics.sequence_labeling import accuracy_score, precision_recall_fscore_support
 
+from finetune.metrics import info
+
 
 class EntityF1(evaluate.Metric):
-    """`precision`, `recall` and `f1` of entities, over all types together, and `accuracy` of tags."""
+    """`precision`, `recall` and `f1` of entities, over all types together, and `accuracy` of tags. H. Nakayama,
+    seqeval: a Python framework for sequence labeling evaluation, 2018."""
 
     def _info(self) -> Any:
-        tags = datasets.Sequence(datasets.Value("string"))
-        return evaluate.MetricInfo(
-            description="An entity is correct if its first word, its last word and its type are.",
-            citation="H. Nakayama, seqeval: a Python framework for sequence labeling evaluation, 2018",
-            inputs_description="predictions, references: a list of tags, such as B-person, for each sentence.",
-            features=datasets.Features({"predictions": tags, "references": tags}),
-        )
+        return info(self, ["string"])
 
     def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
         precision, recall, f1, _ = precision_recall_fscore_support(

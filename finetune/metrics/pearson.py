@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import datasets
 import evaluate
 import numpy as np
+
+from finetune.metrics import info
 
 
 class Pearson(evaluate.Metric):
     """`pearson`, between -1 and 1; 0 if either side is constant or a prediction is not finite."""
 
     def _info(self) -> Any:
-        return evaluate.MetricInfo(
-            description="The correlation of predicted with true numbers.",
-            citation="",
-            inputs_description="predictions, references: numbers.",
-            features=datasets.Features(
-                {"predictions": datasets.Value("float64"), "references": datasets.Value("float64")}
-            ),
-        )
+        return info(self, "float64")
 
     def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
         predicted, truth = np.asarray(predictions), np.asarray(references)

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import datasets
 import evaluate
 from rouge_score.rouge_scorer import RougeScorer
+
+from finetune.metrics import info
 
 FIGURES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 
 class Rouge(evaluate.Metric):
     """`rouge1`, `rouge2`, `rougeL` and `rougeLsum`, between 0 and 1: mean F1 over stemmed words of Latin letters and
-    digits. For `rougeLsum`, each line counts as a sentence."""
+    digits. For `rougeLsum`, each line counts as a sentence. C.-Y. Lin, ROUGE: a package for automatic evaluation of
+    summaries, 2004."""
 
     def _info(self) -> Any:
-        text = datasets.Value("string")
-        return evaluate.MetricInfo(
-            description="Shared words and word sequences.",
-            citation="C.-Y. Lin, ROUGE: a package for automatic evaluation of summaries, 2004",
-            inputs_description="predictions, references: texts.",
-            features=datasets.Features({"predictions": text, "references": text}),
-        )
+        return info(self, "string")
 
     def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
         scorer = RougeScorer(FIGURES, use_stemmer=True)

@@ -7,8 +7,9 @@ import string
 from collections import Counter
 from typing import Any
 
-import datasets
 import evaluate
+
+from finetune.metrics import info
 
 ARTICLES = re.compile(r"\b(a|an|the)\b", re.UNICODE)
 PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -16,16 +17,11 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 class Squad(evaluate.Metric):
     """`exact_match` and `f1`, between 0 and 1: the best over a question's true answers, ignoring case, punctuation,
-    articles and repeated spaces. For a question without a true answer, only an empty answer is correct."""
+    articles and repeated spaces. For a question without a true answer, only an empty answer is correct. Rajpurkar et
+    al., Know what you don't know: unanswerable questions for SQuAD, arXiv 1806.03822."""
 
     def _info(self) -> Any:
-        text = datasets.Value("string")
-        return evaluate.MetricInfo(
-            description="The share of answers that match exactly, and the F1 of their words.",
-            citation="Rajpurkar et al., Know what you don't know: unanswerable questions for SQuAD, arXiv 1806.03822",
-            inputs_description="predictions: texts, empty for no answer; references: lists of texts, empty for none.",
-            features=datasets.Features({"predictions": text, "references": datasets.Sequence(text)}),
-        )
+        return info(self, "string", ["string"])
 
     def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
         scores = [_best(guess, truth) for guess, truth in zip(predictions, references, strict=True)]
