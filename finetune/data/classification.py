@@ -113,6 +113,7 @@ class Kind:
     texts: Callable[[CleanTables], Iterator[str]]
     count: Callable[[Table, Labels], dict[str, int]]
     kept: tuple[str, ...]
+    data: Callable[..., Any] = ClassificationData
     train: Callable[[Iterator[str], int, int], Any] = train_wordpiece  # used when no tokenizer is given
 
 
@@ -128,9 +129,9 @@ def prepare(
     trained: Labels | None = None,
     kind: Kind | None = None,
     kept: Any | None = None,
-) -> ClassificationData:
-    """The data of one run, from the cache or made by the rank that leads its node. `max_seq_length` is in tokens.
-    `arguments` match `kind`: DataArguments for plain text, the default.
+) -> Any:
+    """The `ClassificationData` of one run, from the cache or made by the rank that leads its node. `max_seq_length` is
+    in tokens. `arguments` match `kind`: DataArguments for plain text, the default.
 
     Without `tokenizer`, a WordPiece of `vocab_size` is trained on the training text; a resumed run passes its
     checkpoint's tokenizer as `kept`. `trained` holds the labels of a trained model; its label ids are kept if it has
@@ -145,7 +146,7 @@ def prepare(
         folder = cache_home() / kind.name / job.key()
     timeout = preparation.data_timeout_seconds
     prepare_once(folder, job.make, what="to tokenize", launch=launch, timeout_seconds=timeout)
-    data = load(folder)
+    data = load(folder, kind.data)
     if tokenizer is not None:
         data = replace(data, tokenizer=tokenizer)
     if data.account.stream is None:
@@ -281,7 +282,7 @@ def save(folder: Path, splits: Table, labels: Labels, account: Account, tokenize
     (folder / "data.json").write_text(json.dumps({"labels": asdict(labels), "account": asdict(account)}, indent=1))
 
 
-def load(folder: Path) -> ClassificationData:
+def load(folder: Path, data: Callable[..., Any]) -> Any:
     """Memory-maps the splits and restores the rest as `save` wrote them."""
     stored = json.loads((folder / "data.json").read_text())
     splits = {split: Dataset.load_from_disk(str(folder / split)) for split in SPLITS if (folder / split).is_dir()}
@@ -290,4 +291,4 @@ def load(folder: Path) -> ClassificationData:
     columns = Columns(tuple(found["columns"]["text"]), found["columns"]["label"], tuple(found["columns"]["others"]))
     stream = Survey(**{**found["stream"], "columns": columns, "labels": labels}) if found["stream"] else None
     account = Account(**{**found, "columns": columns, "stream": stream, "notes": tuple(found["notes"])})
-    return ClassificationData(splits, labels, account, AutoTokenizer.from_pretrained(str(folder / "tokenizer")))
+    return data(splits, labels, account, AutoTokenizer.from_pretrained(str(folder / "tokenizer")))

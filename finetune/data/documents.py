@@ -18,7 +18,7 @@ from finetune.data.charset import UTF8, as_utf8, encoding_notes
 from finetune.data.columns import CHAT, TEXT, said_columns
 from finetune.data.duplicates import find_duplicates
 from finetune.data.files import TEXT_FILES, open_file, open_hub
-from finetune.data.formats import Format, check_renames, find_format, renames_of
+from finetune.data.formats import Format, find_format, renames_in
 from finetune.data.places import NUMBER, Place
 from finetune.data.streaming import is_drawn
 from finetune.errors import RequestError
@@ -199,7 +199,7 @@ def _read_piece(file: Any) -> str:
 
 def _settle(table: Any, arguments: Any, where: str, needs_all: bool) -> tuple[Format, Any, str]:
     """The format, the documents reduced to its columns, and a description of the columns, empty for a text file."""
-    renames = check_renames(renames_of(arguments.column_mapping), _names(table), where, needs_all)
+    renames = renames_in(arguments.column_mapping, _names(table), where, needs_all)
     table = table.rename_columns(renames) if renames else table
     names, renamed = _names(table), {new: old for old, new in renames.items()}
     form = find_format(names, table, arguments.text_column_name, where)

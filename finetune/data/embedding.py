@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -55,16 +55,15 @@ class EmbeddingData(ClassificationData):
         return partial(collate, pad if pad is not None else self.tokenizer.eos_token_id or 0)
 
 
-def prepare_embedding(
-    arguments: EmbeddingDataArguments, *rest: Any, prompts: Mapping[str, str], **more: Any
-) -> EmbeddingData:
-    """As `finetune.data.classification.prepare`; `prompts` are put before a "query", a row's first text, and before a
-    "document"."""
+def prepare_embedding(arguments: EmbeddingDataArguments, *rest: Any, prompts: Mapping[str, str], **more: Any) -> Any:
+    """`EmbeddingData`, as `finetune.data.classification.prepare`; `prompts` are put before a "query", a row's first
+    text, and before a "document"."""
     settled = replace(arguments, query_prompt=prompts.get("query"), document_prompt=prompts.get("document"))
     clean = partial(clean_rows, said_prompt=arguments.document_prompt)
-    kind = Kind("embedding", load_rows, clean, partial(encoder, settled), texts_of, _counts, (JUDGED, ROW))
-    data = prepare(settled, *rest, kind=kind, **more)
-    return EmbeddingData(**{field.name: getattr(data, field.name) for field in fields(data)})
+    kind = Kind(
+        "embedding", load_rows, clean, partial(encoder, settled), texts_of, _counts, (JUDGED, ROW), EmbeddingData
+    )
+    return prepare(settled, *rest, kind=kind, **more)
 
 
 def _counts(tables: Any, labels: Any) -> dict[str, int]:

@@ -15,9 +15,9 @@ from datasets import Dataset
 
 from finetune.data.columns import Columns, Labels, is_empty, label_text, said_columns
 from finetune.data.files import open_file
-from finetune.data.formats import check_renames, renames_of
+from finetune.data.formats import renames_in
 from finetune.data.seq2seq import SOURCE, TARGET, function_rows
-from finetune.data.splits import open_splits, said_split, unused_fraction
+from finetune.data.splits import open_splits, refuse_bad_rows, said_split, unused_fraction
 from finetune.data.tables import ROW, CleanTables, Table, as_many_as_asked, hold_out
 from finetune.errors import RequestError, plain
 from finetune.run.flags.text import PreparationArguments
@@ -96,7 +96,12 @@ def clean_rows(
 ) -> CleanTables:
     """Columns `text_0`, `text_1`, ... and, for scored pairs and labeled texts, `judged`. `said_prompt` is the
     --document_prompt if the user gave one, not the model's own. Raises RequestError."""
-    renamed = {split: _renamed(table, arguments, split) for split, table in tables.items()}
+    renamed = {
+        split: table.rename_columns(
+            renames_in(arguments.column_mapping, table.column_names, said_split(arguments, split))
+        )
+        for split, table in tables.items()
+    }
     first = "train" if "train" in renamed else next(iter(renamed))
     found = find_rows(renamed[first].column_names, said_split(arguments, first))
     if found.kind == CLASSES and said_prompt:
@@ -134,12 +139,6 @@ def said_rows(columns: Columns, kind: str) -> str:
         read = {"text": columns.text}
     judged = (columns.label,) if columns.label else ()
     return said_columns(read | {"label" if kind == CLASSES else "score": judged}, columns.others)
-
-
-def _renamed(table: Dataset, arguments: EmbeddingDataArguments, split: str) -> Dataset:
-    where = said_split(arguments, split)
-    renames = check_renames(renames_of(arguments.column_mapping), table.column_names, where)
-    return table.rename_columns(renames) if renames else table
 
 
 Row = tuple[tuple[Any, ...], Any, int]  # texts, score or label, and the row's number in its file
@@ -203,13 +202,7 @@ def _table(rows: Sequence[Row], width: int, names: Sequence[str], skip: bool, wh
         if wrong := next((text for text in texts if isinstance(text, list | dict)), None):
             raise RequestError(f"{where}, row {number + 1}: must have texts, and has {plain(str(wrong)[:SHOWN])!r}.")
     bad = [number for texts, value, number in rows if _is_bad(texts[:width], value)]
-    if bad and not skip:
-        shown = ", ".join(str(number + 1) for number in bad[:5])
-        raise RequestError(
-            f"{where} has {len(bad):,} of {len(rows):,} rows with an empty text, score or label (counted from 1, "
-            f"without a header: {shown}{', ...' if len(bad) > 5 else ''}). Fix them, or leave them out with "
-            "--skip_bad_rows True."
-        )
+    refuse_bad_rows(where, bad, len(rows), "rows with an empty text, score or label", skip)
     kept = [row for row in rows if not _is_bad(row[0][:width], row[1])]
     if not kept:
         raise RequestError(f"{where} has no complete row. Check the column names.")

@@ -137,7 +137,7 @@ def _is_squad(articles: Any) -> bool:
     )
 
 
-def renames_of(words: Sequence[str] | None) -> dict[str, str]:
+def _pairs_in(words: Sequence[str] | None) -> dict[str, str]:
     """Parses --column_mapping into old and new column names. Raises RequestError."""
     found: dict[str, str] = {}
     for word in words or ():
@@ -150,11 +150,10 @@ def renames_of(words: Sequence[str] | None) -> dict[str, str]:
     return found
 
 
-def check_renames(
-    renames: Mapping[str, str], names: Sequence[str], where: str, needs_all: bool = True
-) -> dict[str, str]:
-    """The renames that apply to a table with columns `names`. The new names may exist already. With `needs_all` each
-    column must be there under one of its names. Raises RequestError."""
+def renames_in(words: Sequence[str] | None, names: Sequence[str], where: str, needs_all: bool = True) -> dict[str, str]:
+    """The renames of --column_mapping that apply to a table with columns `names`. The new names may exist already. With
+    `needs_all` each column must be there under one of its names. Raises RequestError."""
+    renames = _pairs_in(words)
     found = {old: new for old, new in renames.items() if old in names}
     for old, new in renames.items():
         if needs_all and old not in names and new not in names:

@@ -25,7 +25,7 @@ from finetune.data.charset import encoding_notes
 from finetune.data.chat.templates import DEFAULT_TEMPLATE, INVENTED, is_ours, read_template
 from finetune.data.columns import said_columns
 from finetune.data.find_columns import HEAD_ROWS
-from finetune.data.formats import check_renames, renames_of
+from finetune.data.formats import renames_in
 from finetune.data.places import Place
 from finetune.data.preference_batches import OF_ANSWERS, OF_PAIRS, collate
 from finetune.data.preference_columns import find_preferences
@@ -210,7 +210,7 @@ class _Job:
         """The rows of a split, the number of bad rows left out, and which columns are read. Raises RequestError."""
         file = getattr(self.arguments, f"{split}_file")
         place = Place.of_file(file) if file else Place(f"the {split} data")
-        renames = check_renames(renames_of(self.arguments.column_mapping), table.column_names, place.name)
+        renames = renames_in(self.arguments.column_mapping, table.column_names, place.name)
         table = table.rename_columns(renames) if renames else table
         head = table.select(range(min(HEAD_ROWS, len(table)))).to_list()
         kind, read = find_preferences(table.column_names, head, place.name, self.is_single)

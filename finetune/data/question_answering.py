@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -17,10 +17,10 @@ from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
 from finetune.data.builtin import by_package
 from finetune.data.classification import ClassificationData, Kind, prepare
-from finetune.data.columns import MAX_SHOWN, Columns, Labels, is_empty, said_data
+from finetune.data.columns import Columns, Labels, is_empty, said_data
 from finetune.data.files import open_file
-from finetune.data.formats import check_renames, renames_of
-from finetune.data.splits import hold_out_by, open_splits, said_split, unused_fraction
+from finetune.data.formats import renames_in
+from finetune.data.splits import hold_out_by, open_splits, refuse_bad_rows, said_split, unused_fraction
 from finetune.data.tables import ROW, CleanTables, Table, as_many_as_asked
 from finetune.data.tokenizer import train_wordpiece
 from finetune.errors import RequestError
@@ -53,8 +53,8 @@ class QuestionData(ClassificationData):
         return partial(collate, self.tokenizer)
 
 
-def prepare_questions(arguments: QuestionDataArguments, *rest: Any, max_seq_length: int, **more: Any) -> QuestionData:
-    """As `finetune.data.classification.prepare`."""
+def prepare_questions(arguments: QuestionDataArguments, *rest: Any, max_seq_length: int, **more: Any) -> Any:
+    """`QuestionData`, as `finetune.data.classification.prepare`."""
     stride = arguments.doc_stride or min(MOST_STRIDE, max_seq_length // 3)
     settled = QuestionDataArguments(**{**vars(arguments), "doc_stride": stride})
     kind = Kind(
@@ -65,10 +65,10 @@ def prepare_questions(arguments: QuestionDataArguments, *rest: Any, max_seq_leng
         texts=lambda clean: (text for name in (QUESTION, CONTEXT) for text in clean.splits["train"][name]),
         count=lambda tables, labels: {},
         kept=(),
+        data=QuestionData,
         train=partial(train_wordpiece, lowercase=False),
     )
-    data = prepare(settled, *rest, max_seq_length=max_seq_length, kind=kind, **more)
-    return QuestionData(**{field.name: getattr(data, field.name) for field in fields(data)})
+    return prepare(settled, *rest, max_seq_length=max_seq_length, kind=kind, **more)
 
 
 def load_questions(arguments: QuestionDataArguments) -> tuple[Table, str]:
@@ -113,10 +113,10 @@ def clean_questions(
 ) -> CleanTables:
     """Rows of `question`, `context` and, if known, the answers. Raises RequestError."""
     cleaned, skipped, notes = Table(), {}, list[str]()
-    renames, others = renames_of(arguments.column_mapping), tuple[str, ...]()
+    others = tuple[str, ...]()
     for split, table in tables.items():
         said = said_split(arguments, split)
-        table = table.rename_columns(check_renames(renames, table.column_names, said))
+        table = table.rename_columns(renames_in(arguments.column_mapping, table.column_names, said))
         wanted = (QUESTION, CONTEXT, *(() if split == "test" else (ANSWERS,)))
         if missing := [name for name in wanted if name not in table.column_names]:
             raise RequestError(
@@ -125,12 +125,8 @@ def clean_questions(
             )
         others = others or tuple(sorted(set(table.column_names).difference(wanted, (ID, ANSWERS))))
         rows, bad = _checked(table.to_list(), said, split, arguments.version_2_with_negative)
-        if bad and not cut.skip_bad_rows:
-            why, numbers = bad[0][1], ", ".join(str(i + 1) for i, _ in bad[:MAX_SHOWN])
-            raise RequestError(
-                f"{said}: {len(bad):,} of {len(table):,} rows are bad: {why} (counted from 1: {numbers}"
-                f"{', ...' if len(bad) > MAX_SHOWN else ''}). Fix them, or leave them out with --skip_bad_rows True."
-            )
+        why = f"rows that are bad: {bad[0][1]}" if bad else ""
+        refuse_bad_rows(said, [number for number, _ in bad], len(table), why, cut.skip_bad_rows)
         if not rows:
             raise RequestError(f"{said}: has no good row.")
         cleaned[split], skipped[split] = Dataset.from_list(rows), len(bad)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from finetune.data.classification import ClassificationData, Kind, prepare
 from finetune.data.columns import Columns, Labels, is_empty, said_columns, said_data
 from finetune.data.files import open_file
 from finetune.data.find_columns import TRANSLATION, find_pair
-from finetune.data.splits import open_splits, unused_fraction
+from finetune.data.splits import open_splits, refuse_bad_rows, unused_fraction
 from finetune.data.tables import ROW, CleanTables, Table, as_many_as_asked, hold_out
 from finetune.data.tokenizer import cut_to, has_languages
 from finetune.errors import RequestError, plain
@@ -60,8 +60,8 @@ class PairData(ClassificationData):
 
 def prepare_pairs(
     arguments: PairArguments, *rest: Any, max_source_length: int, max_target_length: int, **more: Any
-) -> PairData:
-    """As `finetune.data.classification.prepare`; lengths are in tokens, including the end of text."""
+) -> Any:
+    """`PairData`, as `finetune.data.classification.prepare`; lengths are in tokens, including the end of text."""
     lengths = {"max_source_length": max_source_length, "max_target_length": max_target_length}
     settled = PairArguments(**{**vars(arguments), **lengths})
     _, tokenizer, *_ = rest
@@ -73,10 +73,10 @@ def prepare_pairs(
         texts=lambda clean: (text for name in (SOURCE, TARGET) for text in clean.splits["train"][name]),
         count=lambda tables, labels: {},
         kept=(SOURCE, TARGET, ROW),
+        data=PairData,
         train=train_tokenizer,
     )
-    data = prepare(settled, *rest, max_seq_length=max_source_length, kind=kind, **more)
-    return PairData(**{field.name: getattr(data, field.name) for field in fields(data)})
+    return prepare(settled, *rest, max_seq_length=max_source_length, kind=kind, **more)
 
 
 def load_pairs(arguments: PairArguments) -> tuple[Table, str]:
@@ -169,13 +169,8 @@ def _without_bad_rows(table: Dataset, columns: Columns, split: str, skip: bool) 
                 f"the {split} data, row {wrong + 1}: {name} is not text, but {type(values[wrong]).__name__}."
             )
     bad = np.array([any(map(is_empty, row)) for row in zip(*found.values(), strict=True)])
-    if (count := int(bad.sum())) and not skip:
-        rows = ", ".join(str(i + 1) for i in np.flatnonzero(bad)[:5])
-        raise RequestError(
-            f"the {split} data has {count:,} of {len(table):,} pairs with an empty side (counted from 1, without a "
-            f"header: {rows}{', ...' if count > 5 else ''}). Fix them, or leave them out with --skip_bad_rows True."
-        )
-    if count == len(table):
+    refuse_bad_rows(f"the {split} data", np.flatnonzero(bad), len(table), "pairs with an empty side", skip)
+    if (count := int(bad.sum())) == len(table):
         raise RequestError(f"the {split} data has no pair with text on both sides. Check the column names.")
     kept = np.flatnonzero(~bad).tolist()
     texts = {name: [str(values[i]) for i in kept] for name, values in found.items()}

@@ -13,6 +13,7 @@ from finetune.data.files import open_hub
 from finetune.errors import RequestError
 from finetune.run.flags.text import PreparationArguments
 
+SHOWN = 5  # bad rows
 ASKED_BY = {"train": "do_train", "validation": "do_eval", "test": "do_predict"}
 
 
@@ -65,6 +66,16 @@ def require_splits(there: Iterable[str], training: Any, kind: str) -> None:
                 f"--{flag} needs a {name} split, but the data has: {', '.join(names)}. Give --{name}_{kind}, or "
                 f"--{flag} False."
             )
+
+
+def refuse_bad_rows(where: str, bad: Sequence[int], of: int, what: str, skip: bool, more: str = "") -> None:
+    """Raises RequestError, naming `where`, for rows with the numbers `bad`, from 0, unless they are left out."""
+    if len(bad) and not skip:
+        shown = ", ".join(str(number + 1) for number in bad[:SHOWN]) + ", ..." * (len(bad) > SHOWN)
+        raise RequestError(
+            f"{where} has {len(bad):,} of {of:,} {what} (counted from 1, without a header: {shown}). Fix them, or leave "
+            f"them out with --skip_bad_rows True.{more}"
+        )
 
 
 def said_split(arguments: Any, split: str) -> str:

@@ -30,7 +30,7 @@ from finetune.data.label_lists import find_many_labels, has_lists, merge_label_c
 from finetune.data.line_breaks import without_html_breaks
 from finetune.data.list_text import note_of_joined, note_of_lists
 from finetune.data.odd_labels import countable, missing_labels, notes_of_names, refuse_nested, said_missing
-from finetune.data.splits import said_split, unused_fraction
+from finetune.data.splits import refuse_bad_rows, said_split, unused_fraction
 from finetune.errors import RequestError
 from finetune.run.flags.text import DataArguments, PreparationArguments
 
@@ -201,13 +201,8 @@ def _without_bad_rows(
             continue
         bad |= empty
     count = int(bad.sum())
-    if count and not skip:
-        rows = ", ".join(str(i + 1) for i in np.flatnonzero(bad)[:5])
-        raise RequestError(
-            f"the {split} data has {count:,} of {len(table):,} rows with empty text or label (counted from 1, "
-            f"without a header: {rows}{', ...' if count > 5 else ''}). Fix them, or leave them out with "
-            f"--skip_bad_rows True.{said_missing(missing)}"
-        )
+    what, more = "rows with empty text or label", said_missing(missing)
+    refuse_bad_rows(f"the {split} data", np.flatnonzero(bad), len(table), what, skip, more)
     if count == len(table):
         raise RequestError(f"the {split} data has no row with both text and label. Check the column names.")
     return (table.select(np.flatnonzero(~bad)) if count else table), count

@@ -110,7 +110,9 @@ def test_a_question_that_leaves_no_room_is_cut_and_counted() -> None:
 
 def test_answers_that_do_not_stand_there_are_refused_or_counted() -> None:
     wrong = {**ROWS[0], "answers": {"text": ["settler0"], "answer_start": [0]}}
-    with pytest.raises(RequestError, match=r"1 of 3 rows are bad: the context does not have the answer's text at its"):
+    with pytest.raises(
+        RequestError, match=r"1 of 3 rows that are bad: the context does not have the answer's text at its"
+    ):
         cleaned([ROWS[1], wrong, ROWS[2]])
     found = cleaned([ROWS[1], wrong, ROWS[2]], skip=True)
     assert found.skipped == {"validation": 1}

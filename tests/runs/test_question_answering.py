@@ -222,4 +222,4 @@ def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
     bad = [{**rows(1, 1)[0], "answers": {"text": ["Nowhere"], "answer_start": [3]}}]
     found = run("python", tmp_path / "run", {"train_file": write(tmp_path / "bad.jsonl", bad)}, check=False)
     assert found.status == 2
-    assert "1 of 1 rows are bad: the context does not have the answer's text at its answer_start" in found.output
+    assert "1 of 1 rows that are bad: the context does not have the answer's text at its answer_start" in found.output
