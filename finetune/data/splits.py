@@ -73,8 +73,8 @@ def refuse_bad_rows(where: str, bad: Sequence[int], of: int, what: str, skip: bo
     if len(bad) and not skip:
         shown = ", ".join(str(number + 1) for number in bad[:SHOWN]) + ", ..." * (len(bad) > SHOWN)
         raise RequestError(
-            f"{where} has {len(bad):,} of {of:,} {what} (counted from 1, without a header: {shown}). Fix them, or leave "
-            f"them out with --skip_bad_rows True.{more}"
+            f"{where} has {len(bad):,} of {of:,} {what} (counted from 1, without a header: {shown}). Fix them, or "
+            f"leave them out with --skip_bad_rows True.{more}"
         )
 
 
