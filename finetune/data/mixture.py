@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import Dataset
 
 from finetune.data.packing import PackedDataset
-from finetune.data.sampling import GlobalBatchSampler
 
 NUMBER = "number"
 
@@ -74,7 +73,7 @@ def joined(
     return parts[0] if len(parts) == 1 else Joined(parts, weights, names)
 
 
-def taken_of_each(split: Any, sampler: GlobalBatchSampler, samples: int) -> dict[str, dict[str, Any]]:
+def taken_of_each(split: Any, sampler: Any, samples: int) -> dict[str, dict[str, Any]]:
     """How many blocks, documents and tokens of each file were in the first `samples` of a run; empty for a single file.
     A document counts where it begins, as one that is cut is in several blocks."""
     split = split.rows if isinstance(split, Numbered) else split

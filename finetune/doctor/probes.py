@@ -19,8 +19,7 @@ import psutil
 from finetune.doctor.ops import compilers, locks, ops
 from finetune.dsconfig.context import release
 from finetune.dsconfig.rules.precision import AMPERE
-from finetune.host.control_group import memory_granted
-from finetune.host.hardware import cores_here, driver_version
+from finetune.host.hardware import cores_here, driver_version, memory_granted
 from finetune.host.network import hosts, hub, interfaces, meeting_place, names
 from finetune.host.result import ABSENT, FAILED, OK, WARNING, Asked, Result, verdict, warned
 from finetune.versions import TESTED, version

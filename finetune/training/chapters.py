@@ -26,7 +26,6 @@ from finetune.training.pipeline.trainer import PipelineTrainer
 from finetune.training.position import follow
 from finetune.training.profiling.callback import profiling
 from finetune.training.progress import show_numbers, terminal_of, tidy_terminal
-from finetune.training.protocol import Closing
 from finetune.training.results import closing_line, refuse_divergence
 from finetune.training.run_folder import (
     MetricsFile,
@@ -153,7 +152,7 @@ class Outcome:
 
 def finish(
     session: Session,
-    trainer: Closing,
+    trainer: FinetuneTrainer | PipelineTrainer,
     *,
     samples: Mapping[str, int] | None = None,
     report: Callable[[Outcome], Iterable[str]] | None = None,
@@ -196,7 +195,7 @@ def finish(
             session.say(push(trainer))
 
 
-def _train(session: Session, trainer: Closing, samples: Mapping[str, int]) -> TrainOutput:
+def _train(session: Session, trainer: FinetuneTrainer | PipelineTrainer, samples: Mapping[str, int]) -> TrainOutput:
     follow(trainer)
     trained: TrainOutput = trainer.train(resume_from_checkpoint=session.checkpoint)
     peaks = {"peak_memory_gib_per_rank": trainer.peak_memory_gib_per_rank()}

@@ -15,17 +15,16 @@ from transformers import TrainerCallback
 
 from finetune.run import supervised
 from finetune.run.launch import read_launch
-from finetune.training.protocol import Closing
 
 WIDTH = 32  # bytes of a position, padded: each overwrites the one before
 
 
-def follow(trainer: Closing) -> None:
+def follow(trainer: Any) -> None:
     """If the run is supervised, keep its position in the attempt's folder from now on. All ranks call it."""
     attempt = supervised.own_attempt()
     if attempt is None or not attempt.is_dir():
         return
-    handler = getattr(trainer, "handler", None) or trainer.callback_handler  # type: ignore[attr-defined]
+    handler = getattr(trainer, "handler", None) or trainer.callback_handler
     handler.add_callback(Position(trainer, attempt))
 
 
@@ -34,7 +33,7 @@ class Position(TrainerCallback):
     one after which the rank evaluates, saves or ends. It is written without flushing, because only the host's own
     failure would lose it, and each rank writes its own."""
 
-    def __init__(self, trainer: Closing, attempt: Path) -> None:
+    def __init__(self, trainer: Any, attempt: Path) -> None:
         self.trainer, self.attempt, self.launch = trainer, attempt, read_launch()
         self.file: int | None = None
         self.failed_at: int | None = None

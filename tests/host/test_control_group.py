@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from finetune.doctor import probes
-from finetune.host import control_group
-from finetune.host.control_group import Granted, memory_granted, own_group
+from finetune.host import hardware as control_group
+from finetune.host.hardware import Granted, memory_granted, own_group
 from finetune.host.result import Asked
 from finetune.training.checkpoints.space import free_memory
 

@@ -8,7 +8,7 @@ import pytest
 from make_trainer_flags import snapshot
 
 from finetune.errors import RequestError
-from finetune.run.flags.trackers import TRACKERS, check_trackers
+from finetune.run.flags.profiling import TRACKERS, check_trackers
 from finetune.run.snapshot import SNAPSHOT
 
 

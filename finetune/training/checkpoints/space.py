@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from finetune.errors import RunError
-from finetune.host.control_group import memory_granted
+from finetune.host.hardware import memory_granted
 from finetune.training.checkpoints.writing import leads, together
 
 FP32_BYTES = 4

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from finetune.errors import FinetuneError, RunError
-from finetune.host.control_group import memory_granted, own_group
+from finetune.host.hardware import memory_granted, own_group
 from finetune.plan.from_run import job_of
 from finetune.plan.machine import find_machine
 from finetune.plan.mends import cheaper

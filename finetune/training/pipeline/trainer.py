@@ -46,7 +46,7 @@ from finetune.training.watch import watching
 
 
 class PipelineTrainer(EvaluatesOnce):
-    """One rank's trainer. All ranks must call every method; those of protocol.Closing behave like the Trainer's.
+    """One rank's trainer. All ranks must call every method; the public ones behave like the Trainer's.
 
     `ds_config` has no "auto" left. `lengths` are the training samples' lengths, to group by. With `dynamic`,
     micro-batches may have different shapes. `weights` is a folder to start from, or None for newly initialized layers.
