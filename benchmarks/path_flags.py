@@ -35,7 +35,7 @@ sys.path[:0] = [str(REPO), str(REPO / "tests")]
 
 from releases import in_words, versions  # noqa: E402
 
-from finetune.entry.here import resolve_here  # noqa: E402
+from finetune.entry.main import resolve_here  # noqa: E402
 from finetune.errors import FinetuneError  # noqa: E402
 from finetune.run.choose import recipes  # noqa: E402
 from finetune.run.launch import Launch  # noqa: E402

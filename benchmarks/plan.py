@@ -31,8 +31,7 @@ from finetune.plan.optimizers import Optimizer
 from finetune.plan.seconds import plan_seconds
 from finetune.plan.values import Lora
 from finetune.plan.zero import Zero, read_zero
-from finetune.report.scales import Scale, ticks_below, ticks_left
-from finetune.report.shapes import ACCENT, GRID, LIMIT, MUTED, WIDE, Dot, Line, Picture
+from finetune.report.shapes import ACCENT, GRID, LIMIT, MUTED, WIDE, Dot, Line, Picture, Scale, ticks_below, ticks_left
 from finetune.report.svg import write_png
 
 REPO = Path(__file__).resolve().parents[1]

@@ -18,8 +18,8 @@ def main(run):
     # Heavy imports come after the command line is parsed, so that --help and mistakes cost no time.
     from finetune.data.embedding import prepare_embedding
     from finetune.training.chapters import finish, trainer_of
-    from finetune.training.embedding import EmbeddingTrainer
-    from finetune.training.embedding_model import (
+    from finetune.training.embedding import (
+        EmbeddingTrainer,
         contrast_of,
         embedding_model,
         embedding_source,

@@ -21,7 +21,7 @@ from finetune.api.words import words_of
 from finetune.cli import parser
 from finetune.commands.recipe import find
 from finetune.commands.train import started_by
-from finetune.entry.here import resolve_here
+from finetune.entry.main import resolve_here
 from finetune.errors import FinetuneError, InterruptedRunError, NothingToDoError, RequestError, RunError
 from finetune.measure.processes import all_ended
 from finetune.privacy import shown

@@ -1,4 +1,4 @@
-"""The columns to read, and the kind of labels they hold."""
+"""The columns to read, the kind of labels they hold, and HTML line breaks in their texts."""
 
 from __future__ import annotations
 
@@ -221,3 +221,16 @@ def of_chats_alone(kind: str, given: CorpusArguments) -> Iterator[str]:
     """The given flags that have no effect on documents of this kind."""
     names = () if kind == CHAT else OF_CHATS[:-1] if kind == COMPLETION else OF_CHATS
     return (name for name in names if getattr(given, name) != getattr(CorpusArguments, name))
+
+
+BREAK = re.compile(r"</?br\b[^<>]*>", re.IGNORECASE)
+
+
+def without_html_breaks(rows: Any, columns: Columns) -> Any:
+    """Replaces each <br> in the texts of a table or stream with a newline."""
+
+    def clean(row: dict[str, Any]) -> dict[str, Any]:
+        texts = {name: row[name] for name in columns.text}
+        return {name: BREAK.sub("\n", text) if isinstance(text, str) else text for name, text in texts.items()}
+
+    return rows.map(clean, features=rows.features)

@@ -24,10 +24,10 @@ from finetune.data.columns import (
     find_labels,
     is_empty,
     note_of_numbers,
+    without_html_breaks,
 )
 from finetune.data.files import open_file, open_hub, readable
 from finetune.data.find_columns import HEAD_ROWS, find_columns
-from finetune.data.line_breaks import without_html_breaks
 from finetune.data.list_text import are_lists
 from finetune.data.odd_labels import countable, missing_words, notes_of_names, refuse_nested, said_missing
 from finetune.data.tables import ROW

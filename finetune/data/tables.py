@@ -23,11 +23,11 @@ from finetune.data.columns import (
     label_text,
     names_of_ids,
     note_of_numbers,
+    without_html_breaks,
 )
 from finetune.data.files import open_file, open_hub
 from finetune.data.find_columns import HEAD_ROWS, find_columns, trained_on
 from finetune.data.label_lists import find_many_labels, has_lists, merge_label_columns, multi_hot, name_lists, strata
-from finetune.data.line_breaks import without_html_breaks
 from finetune.data.list_text import note_of_joined, note_of_lists
 from finetune.data.odd_labels import countable, missing_labels, notes_of_names, refuse_nested, said_missing
 from finetune.data.splits import refuse_bad_rows, said_split, unused_fraction

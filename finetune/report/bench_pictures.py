@@ -9,8 +9,19 @@ from finetune.report.charts import Bar, bars
 from finetune.report.curves import HEIGHT, WIDTH
 from finetune.report.plan_pictures import by_kind, kind_legend
 from finetune.report.run_pictures import shown_ranks
-from finetune.report.scales import Scale, ticks_below, ticks_left
-from finetune.report.shapes import ACCENT, MUTED, Dot, Line, Picture, Word, colour_of, folded
+from finetune.report.shapes import (
+    ACCENT,
+    MUTED,
+    Dot,
+    Line,
+    Picture,
+    Scale,
+    Word,
+    colour_of,
+    folded,
+    ticks_below,
+    ticks_left,
+)
 from finetune.report.text import number, shortened, unit_for
 
 MOST_RANKS = 4  # shown per cell, each with its bar

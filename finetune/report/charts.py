@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from finetune.report.scales import Scale, ticks_below
 from finetune.report.shapes import (
     ACCENT,
     GRID,
@@ -18,9 +17,11 @@ from finetune.report.shapes import (
     Box,
     Line,
     Picture,
+    Scale,
     Shape,
     Word,
     letters,
+    ticks_below,
 )
 from finetune.report.text import as_list, as_number, shortened
 

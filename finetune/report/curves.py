@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from finetune.report.scales import Scale, shortly, ticks_below, ticks_left
-from finetune.report.shapes import SMALL, Dot, Line, Picture, Point, letters
+from finetune.report.shapes import SMALL, Dot, Line, Picture, Point, Scale, letters, shortly, ticks_below, ticks_left
 from finetune.report.text import number, shortened
 
 STEP, TOKENS, SAMPLES, SECONDS = "step", "tokens", "samples", "time"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from finetune.plan.schedule import BACKWARD, FORWARD, IDLE, RECEIVE, SEND, Schedule
 from finetune.report.charts import OFF_SCALE, Bar, Piece, bars, timeline
 from finetune.report.plan_words import COLOURS, in_order, moment_words, rank_kinds
-from finetune.report.scales import Scale, ticks_below, ticks_left
 from finetune.report.shapes import (
     ACCENT,
     GRID,
@@ -22,9 +21,12 @@ from finetune.report.shapes import (
     Line,
     Picture,
     Point,
+    Scale,
     Word,
     folded,
     letters,
+    ticks_below,
+    ticks_left,
 )
 from finetune.report.text import GIB, Unit, gib, number, seconds_words, spelled
 

@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 
 from finetune.plan.plan import Plan
 from finetune.report.charts import confusion_picture
-from finetune.report.expert_pictures import load_picture
 from finetune.report.page import Block, Section, drawn
 from finetune.report.plan_pictures import memory_bars
 from finetune.report.run_curves import curves_of
 from finetune.report.run_folder import RunFolder
-from finetune.report.run_pictures import profile_blocks, rank_bars, schedule_blocks
+from finetune.report.run_pictures import load_picture, profile_blocks, rank_bars, schedule_blocks
 from finetune.report.run_plan import has_one_length, plan_of_run
 from finetune.report.table import Table
 from finetune.report.text import GIB, as_dict, as_list, as_number, duration, gib, number, ratio, said, spelled

@@ -11,7 +11,7 @@ import torch
 from finetune.data.packing import REAL_TOKENS
 from finetune.errors import RequestError
 from finetune.models.experts import ASKED, EXPERTS, Experts, mixture_of, router_coefficient
-from finetune.report.expert_pictures import load_picture
+from finetune.report.run_pictures import load_picture
 from finetune.report.shapes import WIDE
 from finetune.report.svg import write_png
 from finetune.run.facts import checkpointing_kwargs

@@ -23,7 +23,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from finetune import load_run, train
 from finetune.api.training import _why
 from finetune.api.words import words_of
-from finetune.entry.here import resolve_here
+from finetune.entry.main import resolve_here
 from finetune.errors import InterruptedRunError, RequestError, RunError
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM, GPTLiteForSequenceClassification
 from finetune.run.choose import recipes

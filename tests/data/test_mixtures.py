@@ -114,7 +114,7 @@ def test_files_and_their_weights_are_read(words: str, found: list[Any]) -> None:
 def test_mixtures_that_cannot_be_are_refused_at_once(
     words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from finetune.entry.here import resolve_here
+    from finetune.entry.main import resolve_here
 
     monkeypatch.chdir(tmp_path)
     for name in "ab":

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from finetune.entry.here import resolve_here
+from finetune.entry.main import resolve_here
 from finetune.measure.memory import Allocations
 from finetune.measure.watch import Watch
 from finetune.run.choose import recipes

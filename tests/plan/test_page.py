@@ -23,8 +23,7 @@ from finetune.plan.zero import Zero
 from finetune.report.plan_page import pictured, write_page, write_png
 from finetune.report.plan_pictures import OTHER, front, lanes, memory_bars, peak_index
 from finetune.report.plan_words import COLOURS
-from finetune.report.scales import Scale
-from finetune.report.shapes import NARROW, WIDE, Box, Line, Word, letters
+from finetune.report.shapes import NARROW, WIDE, Box, Line, Scale, Word, letters
 from finetune.report.text import gib, number
 
 GIB = 2**30

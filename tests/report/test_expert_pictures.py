@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from report_folders import run_folder
 
-from finetune.report.expert_pictures import load_picture
 from finetune.report.run_folder import read_run
+from finetune.report.run_pictures import load_picture
 from finetune.report.run_sections import run_sections
 from finetune.report.shapes import Box
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from finetune.entry.here import resolve_here
+from finetune.entry.main import resolve_here
 from finetune.run.choose import recipes
 from finetune.run.launch import Launch
 from finetune.training import chapters

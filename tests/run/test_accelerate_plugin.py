@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from check_cases import run_of
 
-from finetune.entry.here import resolve_here
+from finetune.entry.main import resolve_here
 from finetune.errors import RequestError
 from finetune.run.accelerate_plugin import FIELDS, check_fields, config_of_fields
 from finetune.run.launch import Launch

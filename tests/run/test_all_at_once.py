@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import REPO
 
-from finetune.entry.here import resolve_here
+from finetune.entry.main import resolve_here
 from finetune.errors import RequestError
 from finetune.run.choose import recipes
 from finetune.run.launch import Launch
@@ -19,7 +19,7 @@ import sys
 from finetune.errors import RequestError
 from finetune.run.choose import recipes
 from finetune.run.launch import Launch
-from finetune.entry.here import resolve_here
+from finetune.entry.main import resolve_here
 
 try:
     resolve_here(recipes()[sys.argv[1]], sys.argv[2:], Launch())

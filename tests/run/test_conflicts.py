@@ -8,7 +8,7 @@ import pytest
 import yaml
 from conftest import REPO
 
-from finetune.entry.here import resolve_here
+from finetune.entry.main import resolve_here
 from finetune.errors import RequestError
 from finetune.run.conflicts import ATTENTIONS
 from finetune.run.launch import Launch

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from finetune.entry.here import resolve_here
+from finetune.entry.main import resolve_here
 from finetune.errors import RequestError
 from finetune.run.choose import recipes
 from finetune.run.decoders import CLASSIFYING, ENCODERS, look_at_model

@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 from transformers import get_scheduler
 
-from finetune.entry.here import resolve_here
+from finetune.entry.main import resolve_here
 from finetune.errors import RequestError
 from finetune.run.launch import Launch
 from finetune.run.recipes.causal_lm import CAUSAL_LM

@@ -13,7 +13,7 @@ import yaml
 from conftest import REPO
 from test_recipes import RECIPES
 
-from finetune.entry.here import resolve_here
+from finetune.entry.main import resolve_here
 from finetune.errors import RequestError
 from finetune.run.flag import GIVEN, Flag, Void
 from finetune.run.launch import Launch

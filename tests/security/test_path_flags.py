@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from path_flags import HAZARDS, before_torch, cases, path_flags, tried
 
-from finetune.entry.here import resolve_here
+from finetune.entry.main import resolve_here
 from finetune.errors import RequestError
 from finetune.run.choose import recipes
 from finetune.run.launch import Launch

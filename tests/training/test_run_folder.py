@@ -16,7 +16,7 @@ import yaml
 from transformers import TrainerState
 
 from finetune.data.columns import Labels
-from finetune.entry.here import resolve_here
+from finetune.entry.main import resolve_here
 from finetune.errors import RunError
 from finetune.report.charts import confusion_picture
 from finetune.report.run_curves import training_curves
