@@ -169,7 +169,7 @@ def _without_bad_rows(table: Dataset, columns: Columns, split: str, skip: bool) 
                 f"the {split} data, row {wrong + 1}: {name} is not text, but {type(values[wrong]).__name__}."
             )
     bad = np.array([any(map(is_empty, row)) for row in zip(*found.values(), strict=True)])
-    refuse_bad_rows(f"the {split} data", np.flatnonzero(bad), len(table), "pairs with an empty side", skip)
+    refuse_bad_rows(f"the {split} data", np.flatnonzero(bad).tolist(), len(table), "pairs with an empty side", skip)
     if (count := int(bad.sum())) == len(table):
         raise RequestError(f"the {split} data has no pair with text on both sides. Check the column names.")
     kept = np.flatnonzero(~bad).tolist()

@@ -202,7 +202,7 @@ def _without_bad_rows(
         bad |= empty
     count = int(bad.sum())
     what, more = "rows with empty text or label", said_missing(missing)
-    refuse_bad_rows(f"the {split} data", np.flatnonzero(bad), len(table), what, skip, more)
+    refuse_bad_rows(f"the {split} data", np.flatnonzero(bad).tolist(), len(table), what, skip, more)
     if count == len(table):
         raise RequestError(f"the {split} data has no row with both text and label. Check the column names.")
     return (table.select(np.flatnonzero(~bad)) if count else table), count
