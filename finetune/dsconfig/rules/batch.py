@@ -265,14 +265,3 @@ def _is_filled_by_recipe(place: str, config: Config) -> bool:
     """A recipe drops the sections that it leaves to the Trainer, and fills the paths of disk offload."""
     left = [name for name in ("optimizer", "scheduler") if is_left_to_the_trainer(config.section(name))]
     return place.split(".")[0] in left or place.endswith(".nvme_path")
-
-
-RULES = (
-    sizes_multiply,
-    a_size_is_given,
-    accumulation_is_stated,
-    values_agree_with_the_trainer,
-    auto_is_filled,
-    clipping_is_stated,
-    accumulation_can_skip_syncing,
-)

@@ -32,6 +32,3 @@ def experts_can_be_spread(config: Config, run: Context) -> Iterator[Finding]:
     if config.has("optimizer") and not is_left_to_the_trainer(config.section("optimizer")):
         why = "experts need a group of their own in the optimizer, which the Trainer makes"
         yield error("DS509", "optimizer", f"{said}, but the optimizer is DeepSpeed's: {why}. Delete the section.")
-
-
-RULES = (experts_can_be_spread,)

@@ -146,14 +146,3 @@ def _is_on(value: Any, place: str = "") -> bool:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value > 1
     return value is True
-
-
-RULES = (
-    checkpointing_is_the_trainers,
-    profilers_are_off,
-    monitors_are_the_trainers,
-    steps_can_be_divided,
-    sections_are_on_or_off,
-    nothing_is_secret,
-    toolkit_does_it,
-)

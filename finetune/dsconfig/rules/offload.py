@@ -157,14 +157,3 @@ def _file_system(path: Path) -> str:
     here = path.resolve()
     found = [(len(point), kind) for point, kind in mounts if here.is_relative_to(point)]
     return max(found)[1] if found else ""
-
-
-RULES = (
-    offload_fits_the_stage,
-    offload_has_a_device,
-    nvme_has_a_path,
-    nvme_path_is_a_disk,
-    blocks_are_sectors,
-    offload_can_be_built,
-    buffer_holds_the_largest_weight,
-)

@@ -238,13 +238,3 @@ def _other_form(given: Any, default: Any) -> str | None:
         fits = isinstance(given, list) and len(given) == len(default)
         return None if fits else f"a list of {len(default)} numbers"
     return "a number" if isinstance(given, list) else None
-
-
-RULES = (
-    optimizer_is_there,
-    optimizer_is_tested_with_zero,
-    offload_has_its_optimizer,
-    section_matches_the_flag,
-    clipping_is_not_in_the_optimizer,
-    optimizer_takes_its_parameters,
-)

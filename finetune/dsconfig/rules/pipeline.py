@@ -140,15 +140,3 @@ def checkpoints_are_the_flags(config: Config, run: Context) -> Iterator[Finding]
             "it. Delete it; to save memory, use --activation_checkpoint_interval 1, or more stages.",
             Drop(at("activation_checkpointing")),
         )
-
-
-RULES = (
-    stage_fits_the_pipeline,
-    states_stay_on_the_device,
-    flags_make_the_optimizer,
-    tied_gradients_add_up,
-    weights_keep_their_place,
-    monitors_are_off,
-    every_auto_is_filled,
-    checkpoints_are_the_flags,
-)

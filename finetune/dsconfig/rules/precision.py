@@ -152,16 +152,3 @@ def _default(place: str) -> object:
 
 def _do(names: list[str]) -> str:
     return "do" if len(names) > 1 else "does"
-
-
-RULES = (
-    one_precision_is_on,
-    bf16_has_its_own_name,
-    fp16_has_a_gpu,
-    bf16_has_its_gpu,
-    loss_scale_does_something,
-    loss_scale_can_move,
-    precision_is_on_or_off,
-    masters_have_zero,
-    autocast_is_alone,
-)

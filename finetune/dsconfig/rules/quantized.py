@@ -66,11 +66,3 @@ def quantized_gradients_do_something(config: Config, run: Context) -> Iterator[F
     one_node = run.world_size is not None and run.world_size == run.ranks_per_node
     if config.is_on(QGZ) and config.stage == 3 and one_node:
         yield warning("DS704", QGZ, f"{QGZ} does nothing on one node: DeepSpeed ignores it.")
-
-
-RULES = (
-    hpz_divides_the_node,
-    quantized_has_its_stage,
-    quantizer_can_run,
-    quantized_gradients_do_something,
-)

@@ -207,15 +207,3 @@ def _shown(numbers: list[float]) -> str:
 
 def _library(config: Config) -> str:
     return "DeepSpeed" if config.get("scheduler.type") in OF_DEEPSPEED else "torch"
-
-
-RULES = (
-    schedule_is_the_one_asked_for,
-    schedule_has_its_optimizer,
-    schedule_takes_its_parameters,
-    warmup_fits_the_run,
-    steps_are_counted_whole,
-    lowest_is_below_highest,
-    decay_has_its_steps,
-    schedule_knows_its_end,
-)

@@ -223,16 +223,3 @@ def _bytes(elements: float) -> str:
         if size >= 2**20
         else f"{size:,.0f} bytes"
     )
-
-
-RULES = (
-    saved_model_is_whole,
-    something_is_sharded,
-    buckets_fit_the_model,
-    sizes_are_not_zero,
-    overlap_fits_in_memory,
-    stage_reads_the_key,
-    best_model_can_be_loaded,
-    stage_takes_the_key,
-    section_is_there,
-)
