@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,13 +43,6 @@ class HiddenHead(nn.Linear):
         return x
 
 
-class Kept(Protocol):
-    """A teacher's predictions from before training (finetune.training.cached_teacher)."""
-
-    def say(self, rows: Tensor, device: Any) -> Say:
-        """The divergence from the teacher on the learnt tokens of these rows (B,), in their order."""
-
-
 @dataclass
 class Teacher:
     """`model` is frozen and on its device, or None if its predictions are `kept`; `reads` names its inputs; `classes`
@@ -64,7 +57,7 @@ class Teacher:
     classes: Sequence[int] | None = None
     head: LossHead | None = None
     hidden: HiddenHead | None = None
-    kept: Kept | None = None
+    kept: Any = None  # predictions from before training (finetune.training.cached_teacher, TopK)
     sums: Tensor | None = None  # since the last log: hard loss, divergence, items
 
     def beside(self, student: Any) -> Callable[..., Any]:
