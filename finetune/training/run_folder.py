@@ -31,7 +31,7 @@ from finetune.run.files import LABELS, LOCK, RUN_RECORD
 from finetune.run.launch import Launch
 from finetune.run.parse import RECIPE_KEY
 from finetune.run.run import Run
-from finetune.safe_read import read_json_lines, read_json_object
+from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.lock import RESUMED_WAITS_SECONDS, lock_run_folder
 from finetune.training.checkpoints.writing import clear_leftovers, flush, write_durably
 from finetune.training.guards.memory import is_out_of_memory, out_of_memory
@@ -104,7 +104,13 @@ def _alike(one: dict[str, float], other: dict[str, float]) -> bool:
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The rows of `metrics.jsonl`; a last line that a kill left incomplete is skipped."""
-    return [row for _, row in read_json_lines(folder / "metrics.jsonl")[0]]
+    rows = []
+    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except (ValueError, RecursionError):
+            continue
+    return rows
 
 
 def write_records(folder: Path, run: Run, lineage: Sequence[str] = ()) -> None:
