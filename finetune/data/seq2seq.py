@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import processors
 
 from finetune.data.builtin import by_package
 from finetune.data.classification import ClassificationData, Kind, prepare
@@ -22,7 +21,7 @@ from finetune.data.files import open_file
 from finetune.data.find_columns import TRANSLATION, find_pair
 from finetune.data.splits import open_splits, refuse_bad_rows, unused_fraction
 from finetune.data.tables import ROW, CleanTables, Table, as_many_as_asked, hold_out
-from finetune.data.tokenizer import cut_to, has_languages
+from finetune.data.tokenizer import cut_to, has_languages, ready, train_bpe
 from finetune.errors import RequestError, plain
 from finetune.run.flags.text import PreparationArguments
 from finetune.run.recipes.seq2seq import PairArguments
@@ -202,26 +201,12 @@ def pair_encoder(
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, max_length: int) -> Any:
-    """A lossless byte-level BPE like GPT-2's, with an end-of-text token after each text as in T5."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[PAD, END, UNKNOWN], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.decoder = decoders.ByteLevel()
+    """A lossless byte-level BPE, with an end-of-text token after each text as in T5."""
+    tokenizer = train_bpe(texts, vocab_size, [PAD, END, UNKNOWN])
     ends = [(END, tokenizer.token_to_id(END))]
     tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {END}", special_tokens=ends)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        model_max_length=max_length,
-        model_input_names=["input_ids", "attention_mask"],
-        clean_up_tokenization_spaces=False,
-        pad_token=PAD,
-        eos_token=END,
-        unk_token=UNKNOWN,
-    )
+    known = {"pad_token": PAD, "eos_token": END, "unk_token": UNKNOWN}
+    return ready(tokenizer, max_length, clean_up_tokenization_spaces=False, **known)
 
 
 def function_rows() -> dict[str, dict[str, list[str]]]:

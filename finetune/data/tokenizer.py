@@ -96,12 +96,7 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, max_length: int, lowe
         special_tokens=[(token, tokenizer.token_to_id(token)) for token in (cls, sep)],
     )
     tokenizer.decoder = decoders.WordPiece()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        model_max_length=max_length,
-        model_input_names=["input_ids", "attention_mask"],
-        **SPECIAL,
-    )
+    return ready(tokenizer, max_length, **SPECIAL)
 
 
 def _tokenizer(vocabulary: dict[str, int] | None, lowercase: bool) -> Tokenizer:
@@ -146,15 +141,7 @@ def train_text_tokenizer(kind: str, texts: Iterable[str], vocab_size: int, max_l
     GPT-2's, trained to `vocab_size`. `with_end` adds an end-of-document token.
     """
     if kind == "bpe":
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=[END_OF_TEXT] if with_end else [],
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-            show_progress=False,
-        )
-        tokenizer.train_from_iterator(texts, trainer)
+        tokenizer = train_bpe(texts, vocab_size, [END_OF_TEXT] if with_end else [])
     else:
         letters = sorted(pre_tokenizers.ByteLevel.alphabet() if kind == "byte" else _characters_of(texts))
         tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
@@ -162,12 +149,29 @@ def train_text_tokenizer(kind: str, texts: Iterable[str], vocab_size: int, max_l
             tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.Fuse() if kind == "char" else decoders.ByteLevel()
     end = {"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT} if with_end else {}
+    return ready(tokenizer, max_length, clean_up_tokenization_spaces=False, **end)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, special: list[str]) -> Tokenizer:
+    """A lossless byte-level BPE like GPT-2's."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def ready(tokenizer: Tokenizer, max_length: int, **more: Any) -> Any:
+    """The tokenizer as transformers uses it; `more` are its special tokens and settings."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         model_max_length=max_length,
         model_input_names=["input_ids", "attention_mask"],
-        clean_up_tokenization_spaces=False,
-        **end,
+        **more,
     )
 
 
