@@ -177,7 +177,8 @@ def test_a_mixture_trains_alike_on_two_ranks_and_goes_on_inside_a_later_epoch_as
     of_files = run.json("train_results.json")["sources"]
     shutil.rmtree(run.folder / "checkpoint-9")
     (run.folder / "README.md").unlink()
-    again = train("torchrun", run.folder, {**values, "resume": "auto"}, ranks=2)
+    same = {**values, "train_file": [word.replace(":0.", ":") for word in words], "resume": "auto"}
+    again = train("torchrun", run.folder, same, ranks=2)
     assert "going on from checkpoint-7" in again.output
     for name, column in wanted.items():
         assert again.column(name)[-2:] == pytest.approx(column[-2:], rel=1e-6)
@@ -188,7 +189,7 @@ def test_a_mixture_trains_alike_on_two_ranks_and_goes_on_inside_a_later_epoch_as
     shutil.rmtree(run.folder / "checkpoint-9")
     refused = train("torchrun", run.folder, other, ranks=2, check=False)
     assert refused.status, "torchrun makes 1 of it"
-    assert "train rows are not those of checkpoint-7" in refused.errors[0]
+    assert "train rows are not those of checkpoint-7 (a weight in --train_file has changed)" in refused.errors[0]
 
 
 def assert_files_make_the_loss(run: Finished) -> None:
