@@ -168,7 +168,7 @@ def test_only_what_a_tokenizer_with_a_bos_makes_is_prepared_anew(tmp_path: Path)
 
 
 def test_a_checkpoint_that_was_trained_without_the_bos_is_refused_or_said(capsys: pytest.CaptureFixture[str]) -> None:
-    facts: dict[str, Any] = {"model": {}, "engine": {same_run.ARITHMETIC: {}}, "base": {}, "teacher": {}}
+    facts: dict[str, Any] = {"model": {}, "engine": {same_run.ARITHMETIC: {}}, "base": {}, "teacher": {}, "mixture": {}}
     now = {**facts, "rows": {"train": "a"}, "files": {}, "tokenizer": {"hash": "t", "beginning": BOS}}
     before = {**facts, "rows": {"train": "b"}, "files": {}, "tokenizer": {"hash": "t"}}
     of_before = Course("r", {}, "checkpoint-5", 5, Identity("r", {}, before, {}, ()))
