@@ -25,7 +25,6 @@ from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.text import ModelArguments
 from finetune.run.recipes.embedding import EmbeddingArguments, EmbeddingDataArguments
 from finetune.training.contrast import Contrast, contrast
-from finetune.training.figures import more_is_better
 from finetune.training.merging import merged
 from finetune.training.mining import WithNegatives, mine
 from finetune.training.model_card import Card, write_card
@@ -214,14 +213,12 @@ OF_LABELS = "Trained on which texts of the global batch have the same label"
 
 def embedding_source(session: Session) -> EncoderSource:
     """Find the model, without loading its weights. Raises RequestError for flags that do not fit it."""
-    asked, training, run = session[EmbeddingDataArguments], session.training, session.run
+    asked, run = session[EmbeddingDataArguments], session.run
     prompts = {"query": asked.query_prompt, "document": asked.document_prompt}
     source = find_encoder_source(
         session[ModelArguments], session[EmbeddingArguments].pooling, asked.max_seq_length, prompts
     )
     check_adapter(run, source.model.adapter, session.shards_weights)
-    if training.metric_for_best_model and "greater_is_better" not in run.given:
-        training.greater_is_better = more_is_better(training.metric_for_best_model) is not False
     return source
 
 

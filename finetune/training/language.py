@@ -18,7 +18,6 @@ from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.language import (
     BlockArguments,
     CausalModelArguments,
-    CorpusArguments,
     SampleArguments,
 )
 from finetune.run.flags.pipeline import PipelineArguments
@@ -26,7 +25,6 @@ from finetune.run.flags.sequence_parallel import SequenceParallelArguments
 from finetune.training.expert_parallel import section_for
 from finetune.training.experts import coefficient_for, watch_experts
 from finetune.training.loss import settle_loss_scaling
-from finetune.training.metrics import settle_language_arguments
 from finetune.training.pipeline.stages import check_cut
 from finetune.training.samples import check_sample
 from finetune.training.start import Session
@@ -35,7 +33,6 @@ from finetune.training.start import Session
 def language_source(session: Session) -> CausalSource:
     """Find the model, without loading its weights. Raises RequestError for flags that do not fit it."""
     arguments, run = session[CausalModelArguments], session.run
-    settle_language_arguments(session.training, session[CorpusArguments], run.given)
     source = find_causal_source(arguments, session[BlockArguments].block_size)
     check_adapter(run, source.adapter, session.shards_weights)
     if run.stages is not None:

@@ -14,7 +14,6 @@ from scipy.special import expit, log_softmax
 
 from finetune.data.columns import IGNORED, MULTI_LABEL, TOKENS, Labels
 from finetune.errors import RequestError, first_line
-from finetune.training.figures import more_is_better
 from finetune.training.metric_modules import Metric, load_metrics
 from finetune.training.thresholds import choose_thresholds, given_labels, save_thresholds, thresholds_of
 
@@ -159,18 +158,6 @@ def settle_best_metric(training: Any, metrics: Judged, given: Mapping[str, Any])
         raise RequestError(f"--metric_for_best_model {name}: a {kind} has {', '.join(there)}.")
     if "greater_is_better" not in given:
         training.greater_is_better = there[name.removeprefix("eval_")]
-
-
-def settle_language_arguments(training: Any, corpus: Any, given: Mapping[str, Any]) -> None:
-    """Correct the Trainer's defaults for a language model, unless `given`: less is better for most metrics, and a
-    stream has no epochs at whose end to save or evaluate."""
-    streaming = corpus.streaming
-    if training.metric_for_best_model and "greater_is_better" not in given:
-        training.greater_is_better = more_is_better(training.metric_for_best_model) is True
-    for name in ("save_strategy", "eval_strategy"):
-        if streaming and getattr(training, name) == "epoch":
-            setattr(training, name, type(getattr(training, name))("steps"))
-            training.eval_steps = training.eval_steps or training.save_steps
 
 
 def language_metrics(

@@ -25,7 +25,6 @@ from finetune.models.source import load_weights, positions_of
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.language import CausalModelArguments
 from finetune.run.recipes.preference import PreferenceArguments, PreferenceDataArguments, form_of_reference
-from finetune.training.figures import more_is_better
 from finetune.training.merging import merged
 from finetune.training.model_card import Card, write_card
 from finetune.training.results import USE_LANGUAGE_MODEL, named, pictures_of, rows_table, sentences
@@ -102,14 +101,12 @@ def read_pieces(folder: Path, kept: Path, key: str, begins: range) -> dict[int, 
 
 def preference_source(session: Session) -> CausalSource:
     """Find the model, without loading its weights. Raises RequestError for flags that do not fit it."""
-    training, run = session.training, session.run
+    run = session.run
     source = find_causal_source(session[CausalModelArguments], session[PreferenceDataArguments].block_size)
     check_adapter(run, source.adapter, session.shards_weights)
     if session[PreferenceArguments].loss == "reward" and run.value("merge_adapter"):
         raise RequestError(f"{run.said('merge_adapter')}: a reward model cannot be merged yet. Drop it.")
     reference_of(session, source)  # raises before the data are prepared
-    if training.metric_for_best_model and "greater_is_better" not in run.given:
-        training.greater_is_better = more_is_better(training.metric_for_best_model) is not False
     return source
 
 

@@ -35,6 +35,7 @@ from finetune.run.schedules import Schedule
 from finetune.training import builds, runtime
 from finetune.training.checkpoints.choice import Chosen, checkpoint_to_resume, settle
 from finetune.training.course import Course, course_of, tokenizer_of
+from finetune.training.figures import more_is_better
 from finetune.training.profiling.callback import with_profilers
 from finetune.training.progress import on_terminal
 from finetune.training.reshard.batch import keep_global_batch, refuse_other_batch
@@ -121,7 +122,7 @@ def start(run: Run) -> Session:
     if run.stages is not None:
         del os.environ["ACCELERATE_USE_DEEPSPEED"]  # the process state exists; TrainingArguments would add a plugin
     by_hand = uses_deepspeed or fsdp_on_cpu
-    settled = {**_settled(run, has_cuda, by_hand), **precision, "deepspeed": for_trainer}
+    settled = {**settled_values(run, has_cuda, by_hand), **precision, "deepspeed": for_trainer}
     with runtime.explained_meeting(launch):
         training = training_arguments(run, **settled)
         if not have_met:
@@ -190,7 +191,7 @@ def training_arguments(run: Run, **settled: Any) -> TrainingArguments:
     return training
 
 
-def _settled(run: Run, has_cuda: bool, by_hand: bool) -> dict[str, Any]:
+def settled_values(run: Run, has_cuda: bool, by_hand: bool) -> dict[str, Any]:
     """The Trainer's arguments that follow from the machine and from other flags. `by_hand`: Accelerate's state was
     built here."""
     settled: dict[str, Any] = {}
@@ -212,6 +213,11 @@ def _settled(run: Run, has_cuda: bool, by_hand: bool) -> dict[str, Any]:
         # 1.15, data_loader.py, DataLoaderDispatcher). Unused columns stay, because the collator tokenizes the text.
         accelerator["dispatch_batches"] = False
         settled["remove_unused_columns"] = False
+        for name in ("save_strategy", "eval_strategy"):
+            if {**run.values, **settled}.get(name) == "epoch":  # a stream has none
+                settled |= {name: "steps", "eval_steps": run.value("eval_steps") or run.value("save_steps")}
+    if (best := run.value("metric_for_best_model")) and "greater_is_better" not in run.given:
+        settled["greater_is_better"] = more_is_better(best) is not False  # the Trainer's own names are those of losses
     settled |= checkpointing(run) if run.stages is None else {}
     settled["accelerator_config"] = {**accelerator, **(object_of(run, "accelerator_config") or {})}
     settled["liger_kernel_config"] = object_of(run, "liger_kernel_config")

@@ -14,12 +14,14 @@ from transformers import TrainingArguments
 from finetune.data.columns import MULTI_LABEL, TOKENS, Labels
 from finetune.errors import RequestError
 from finetune.run.conflicts import METRICS_OF_TASK
-from finetune.run.flags.language import CorpusArguments
+from finetune.run.launch import Launch
 from finetune.run.paths import METRICS
+from finetune.run.recipes.causal_lm import CAUSAL_LM
 from finetune.run.recipes.causal_lm_pipeline import CAUSAL_LM_PIPELINE
 from finetune.run.recipes.image_cls import IMAGE_CLS
 from finetune.run.recipes.seq_cls import SEQ_CLS
 from finetune.run.recipes.token_cls import TOKEN_CLS
+from finetune.run.resolve import resolve
 from finetune.training.metrics import (
     CountedMetrics,
     TaskMetrics,
@@ -27,8 +29,8 @@ from finetune.training.metrics import (
     language_metrics,
     metrics_for,
     settle_best_metric,
-    settle_language_arguments,
 )
+from finetune.training.start import settled_values, training_arguments
 from finetune.training.thresholds import given_labels
 
 CLASSES = Labels("classification", ("bad", "good"))
@@ -87,20 +89,21 @@ def test_recipes_know_the_figures_of_their_evaluations() -> None:
     ("metric", "greater"),
     [("perplexity", False), ("eval_bits_per_byte", False), ("loss", False), ("token_accuracy", True)],
 )
-def test_the_best_language_model_has_the_least_of_all_but_accuracy(metric: str, greater: bool, tmp_path: Path) -> None:
-    training = TrainingArguments(output_dir=str(tmp_path), do_train=True, metric_for_best_model=metric, use_cpu=True)
-    settle_language_arguments(training, CorpusArguments(), {})
-    assert training.greater_is_better is greater
-    settle_language_arguments(training, CorpusArguments(), {"greater_is_better": True})
-    assert training.greater_is_better is greater, "what is given stays"
+def test_the_best_language_model_has_the_least_of_all_but_accuracy(metric: str, greater: bool) -> None:
+    flags = ["--train_file", "a.txt", "--metric_for_best_model", metric]
+    assert _training(*flags).greater_is_better is greater
+    assert _training(*flags, "--greater_is_better", str(not greater)).greater_is_better is not greater, "what is given"
 
 
-def test_a_stream_is_saved_and_evaluated_by_steps(tmp_path: Path) -> None:
-    strategies = {"do_train": True, "eval_strategy": "epoch", "save_strategy": "epoch"}
-    training = TrainingArguments(output_dir=str(tmp_path), max_steps=9, save_steps=3, use_cpu=True, **strategies)
-    streaming = CorpusArguments(streaming=True)
-    settle_language_arguments(training, streaming, {})
+def test_a_stream_is_saved_and_evaluated_by_steps() -> None:
+    flags = ["--train_file", "a.txt", "--tokenizer", "byte", "--streaming", "True", "--max_steps", "9"]
+    training = _training(*flags, "--save_steps", "3")
     assert (training.save_strategy, training.eval_strategy, training.eval_steps) == ("steps", "steps", 3)
+
+
+def _training(*flags: str) -> TrainingArguments:
+    run = resolve(CAUSAL_LM, [*flags, "--use_cpu", "True"], Launch(), is_here=False)
+    return training_arguments(run, **settled_values(run, has_cuda=False, by_hand=False))
 
 
 def test_classification_metrics_are_right_on_four_rows() -> None:
