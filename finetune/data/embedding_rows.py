@@ -17,8 +17,8 @@ from finetune.data.columns import Columns, Labels, is_empty, label_text, said_co
 from finetune.data.files import open_file
 from finetune.data.formats import renames_in
 from finetune.data.seq2seq import SOURCE, TARGET, function_rows
-from finetune.data.splits import open_splits, refuse_bad_rows, said_split, unused_fraction
-from finetune.data.tables import ROW, CleanTables, Table, as_many_as_asked, hold_out
+from finetune.data.splits import HeldOut, open_splits, refuse_bad_rows, said_split
+from finetune.data.tables import ROW, CleanTables, Table, hold_out, settle_splits
 from finetune.errors import RequestError, plain
 from finetune.run.flags.text import PreparationArguments
 from finetune.run.recipes.embedding import EmbeddingDataArguments
@@ -117,18 +117,13 @@ def clean_rows(
             rows, widths[split], names, cut.skip_bad_rows, said_split(arguments, split)
         )
     notes = [_cut_negatives(read[first], widths[first])] if found.kind == PAIRS else []
-    if "validation" not in cleaned and "train" in cleaned:
-        kept, held_out, note = _held_out(cleaned["train"], found, len(names), cut.validation_fraction, seed)
-        cleaned |= {"train": cleaned["train"].select(kept), "validation": cleaned["train"].select(held_out)}
-        notes.append(note)
-        if names and len(set(cleaned["validation"][JUDGED][:])) == len(held_out):
-            notes.append("no label has two held-out texts, so recall cannot be measured: raise --validation_fraction")
-    elif "train" in cleaned:
-        notes.append(unused_fraction(cut))
+    cleaned, note = settle_splits(
+        cleaned, cut, seed, lambda train: _held_out(train, found, len(names), cut.validation_fraction, seed)
+    )
     others = tuple(name for name in renamed[first].column_names if name not in (*found.texts, found.judged))
     columns = Columns(found.texts, found.judged, others)
     labels = Labels(found.kind, tuple(names))
-    return CleanTables(as_many_as_asked(cleaned, cut, seed), columns, labels, skipped, tuple(filter(None, notes)))
+    return CleanTables(cleaned, columns, labels, skipped, tuple(filter(None, (*notes, note))))
 
 
 def said_rows(columns: Columns, kind: str) -> str:
@@ -227,11 +222,14 @@ def _cut_negatives(rows: Sequence[Row], width: int) -> str:
     return "" if most == width else f"rows have up to {most - 2} negatives; the first {width - 2} of each are read"
 
 
-def _held_out(table: Dataset, found: Found, classes: int, fraction: float, seed: int) -> tuple[Any, Any, str]:
+def _held_out(table: Dataset, found: Found, classes: int, fraction: float, seed: int) -> HeldOut:
     """Stratified by label; for pairs, all rows of one anchor go to the same side. Raises RequestError."""
     mend = "Add --validation_file."
     if found.kind == CLASSES:
-        return hold_out(np.array(table[JUDGED][:]), classes, fraction, seed, mend)
+        ids = np.array(table[JUDGED][:])
+        kept, apart, note = hold_out(ids, classes, fraction, seed, mend)
+        few = "no label has two held-out texts, so recall cannot be measured: raise --validation_fraction"
+        return kept, apart, "; ".join(filter(None, (note, few * (len(set(ids[apart])) == len(apart)))))
     numbers: dict[str, int] = {}
     anchors = np.array([numbers.setdefault(text.strip(), len(numbers)) for text in table[text_column(0)]])
     if len(numbers) < 2:

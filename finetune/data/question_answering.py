@@ -20,8 +20,8 @@ from finetune.data.classification import ClassificationData, Kind, prepare
 from finetune.data.columns import Columns, Labels, is_empty, said_data
 from finetune.data.files import open_file
 from finetune.data.formats import renames_in
-from finetune.data.splits import hold_out_by, open_splits, refuse_bad_rows, said_split, unused_fraction
-from finetune.data.tables import ROW, CleanTables, Table, as_many_as_asked
+from finetune.data.splits import hold_out_by, open_splits, refuse_bad_rows, said_split
+from finetune.data.tables import ROW, CleanTables, Table, settle_splits
 from finetune.data.tokenizer import train_wordpiece
 from finetune.errors import RequestError
 from finetune.run.flags.text import PreparationArguments
@@ -112,7 +112,7 @@ def clean_questions(
     trained: Any = None,
 ) -> CleanTables:
     """Rows of `question`, `context` and, if known, the answers. Raises RequestError."""
-    cleaned, skipped, notes = Table(), {}, list[str]()
+    cleaned, skipped = Table(), {}
     others = tuple[str, ...]()
     for split, table in tables.items():
         said = said_split(arguments, split)
@@ -130,12 +130,11 @@ def clean_questions(
         if not rows:
             raise RequestError(f"{said}: has no good row.")
         cleaned[split], skipped[split] = Dataset.from_list(rows), len(bad)
-    if "validation" not in cleaned and "train" in cleaned:
-        train, said = cleaned["train"], said_split(arguments, "train")
-        cleaned |= hold_out_by(train, train[CONTEXT][:], cut.validation_fraction, seed, said, "contexts")
-    elif "train" in cleaned:
-        notes.append(unused_fraction(cut))
-    cleaned = as_many_as_asked(cleaned, cut, seed)
+    said, fraction = said_split(arguments, "train"), cut.validation_fraction
+    cleaned, note = settle_splits(
+        cleaned, cut, seed, lambda train: hold_out_by(train[CONTEXT][:], fraction, seed, said, "contexts")
+    )
+    notes = [note]
     for split, table in cleaned.items():
         if TEXTS in table.column_names and (none := sum(not texts for texts in table[TEXTS])):
             notes.append(f"{none:,} of {len(table):,} {split} questions have no answer")

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from datasets import Dataset
 from tokenizers import processors
 
@@ -19,8 +18,8 @@ from finetune.data.classification import ClassificationData, Kind, prepare
 from finetune.data.columns import Columns, Labels, is_empty, said_columns, said_data
 from finetune.data.files import open_file
 from finetune.data.find_columns import TRANSLATION, find_pair
-from finetune.data.splits import open_splits, refuse_bad_rows, unused_fraction
-from finetune.data.tables import ROW, CleanTables, Table, as_many_as_asked, hold_out
+from finetune.data.splits import open_splits, refuse_bad_rows
+from finetune.data.tables import ROW, CleanTables, Table, hold_out, settle_splits
 from finetune.data.tokenizer import cut_to, has_languages, ready, train_bpe
 from finetune.errors import RequestError, plain
 from finetune.run.flags.text import PreparationArguments
@@ -107,16 +106,11 @@ def clean_pairs(
         cleaned[split], skipped[split] = _without_bad_rows(table, columns, split, cut.skip_bad_rows)
     if alike := sum(a.strip() == b.strip() for a, b in _pairs(cleaned.get("train"))):
         notes.append(f"{alike:,} training pairs have the same text on both sides")
-    if "validation" not in cleaned and "train" in cleaned:
-        mend = "Add --validation_file."
-        ids: npt.NDArray[np.int64] = np.zeros(len(cleaned["train"]), dtype=np.int64)
-        kept, held_out, note = hold_out(ids, 0, cut.validation_fraction, seed, mend)
-        cleaned |= {"train": cleaned["train"].select(kept), "validation": cleaned["train"].select(held_out)}
-        notes.append(note)
-    elif "train" in cleaned:
-        notes.append(unused_fraction(cut))
-    cleaned = as_many_as_asked(cleaned, cut, seed)
-    return CleanTables(cleaned, columns, PAIRS, skipped, tuple(filter(None, notes)))
+    mend, fraction = "Add --validation_file.", cut.validation_fraction
+    cleaned, note = settle_splits(
+        cleaned, cut, seed, lambda train: hold_out(np.zeros(len(train)), 0, fraction, seed, mend)
+    )
+    return CleanTables(cleaned, columns, PAIRS, skipped, tuple(filter(None, (*notes, note))))
 
 
 def _pairs(table: Dataset | None) -> Iterator[tuple[str, str]]:

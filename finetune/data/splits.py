@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from datasets import Dataset
 
@@ -14,6 +14,7 @@ from finetune.errors import RequestError
 from finetune.run.flags.text import PreparationArguments
 
 SHOWN = 5  # bad rows
+HeldOut: TypeAlias = tuple[Any, Any, str]  # the numbers of the rows to train on and of those held out, and a note
 ASKED_BY = {"train": "do_train", "validation": "do_eval", "test": "do_predict"}
 
 
@@ -39,21 +40,16 @@ def unused_fraction(cut: PreparationArguments) -> str:
     return f"--validation_fraction {asked:g} has no effect, because there is a validation split" if is_asked else ""
 
 
-def hold_out_by(
-    train: Dataset, keys: Sequence[Any], fraction: float, seed: int, said: str, what: str
-) -> dict[str, Dataset]:
-    """Holds out a seeded part as `validation`; rows with equal `keys` go to the same side. Raises RequestError, naming
-    `said` and `what`, if there are too few distinct keys."""
+def hold_out_by(keys: Sequence[Any], fraction: float, seed: int, said: str, what: str) -> HeldOut:
+    """A seeded part; rows with equal `keys` go to the same side. Raises RequestError, naming `said` and `what`, if
+    there are too few distinct keys."""
     unique = sorted(set(keys))
     random.Random(seed).shuffle(unique)
     held = set(unique[: max(1, round(fraction * len(unique)))])
     if len(held) == len(unique):
         raise RequestError(f"{said}: has too few {what} to hold some out. Add --validation_file.")
-    rows = {
-        "train": [i for i, key in enumerate(keys) if key not in held],
-        "validation": [i for i, key in enumerate(keys) if key in held],
-    }
-    return {split: train.select(kept) for split, kept in rows.items()}
+    kept, held_out = ([i for i, key in enumerate(keys) if (key in held) is is_held] for is_held in (False, True))
+    return kept, held_out, ""
 
 
 def require_splits(there: Iterable[str], training: Any, kind: str) -> None:

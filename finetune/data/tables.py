@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -30,7 +30,7 @@ from finetune.data.find_columns import HEAD_ROWS, find_columns, trained_on
 from finetune.data.label_lists import find_many_labels, has_lists, merge_label_columns, multi_hot, name_lists, strata
 from finetune.data.list_text import note_of_joined, note_of_lists
 from finetune.data.odd_labels import countable, missing_labels, notes_of_names, refuse_nested, said_missing
-from finetune.data.splits import refuse_bad_rows, said_split, unused_fraction
+from finetune.data.splits import HeldOut, refuse_bad_rows, said_split, unused_fraction
 from finetune.errors import RequestError
 from finetune.run.flags.text import DataArguments, PreparationArguments
 
@@ -112,14 +112,10 @@ def clean_tables(
         labels = known[1]
     for split, table in cleaned.items():
         cleaned[split] = _encode(table, columns, labels, split)
-    if "train" in cleaned and "validation" not in cleaned:
-        found, note = _split_off_validation(cleaned["train"], labels, cut.validation_fraction, seed)
-        cleaned |= found
-        notes.append(note)
-    elif "train" in cleaned:
-        notes.append(unused_fraction(cut))
-    cleaned = as_many_as_asked(cleaned, cut, seed)
-    return CleanTables(cleaned, columns, labels, skipped, tuple(filter(None, notes)))
+    cleaned, note = settle_splits(
+        cleaned, cut, seed, lambda train: _held_out(train, labels, cut.validation_fraction, seed)
+    )
+    return CleanTables(cleaned, columns, labels, skipped, tuple(filter(None, (*notes, note))))
 
 
 def _counted_labels(values: Any, task: Any, column: str, names: Any, trained: Any) -> tuple[Labels, list[str]]:
@@ -234,20 +230,16 @@ def _as_number(value: Any, split: str) -> float:
         raise RequestError(f"the {split} data has the label {value!r}, but regression needs a number.") from error
 
 
-def _split_off_validation(train: Dataset, labels: Labels, fraction: float, seed: int) -> tuple[Table, str]:
-    """A seeded split by class, or by a row's rarest label, and a note about it."""
+def _held_out(train: Dataset, labels: Labels, fraction: float, seed: int) -> HeldOut:
+    """A seeded split by class, or by a row's rarest label."""
     ids = np.asarray(train["label"])
     classes = len(labels.names)  # 0 for regression
     if labels.task == MULTI_LABEL:
         ids, classes = strata(ids), classes + 1
-    mend = "Check --label_column_name, or add --validation_file."
-    kept, held_out, note = hold_out(ids, classes, fraction, seed, mend)
-    return {"train": train.select(kept), "validation": train.select(held_out)}, note
+    return hold_out(ids, classes, fraction, seed, "Check --label_column_name, or add --validation_file.")
 
 
-def hold_out(
-    ids: npt.NDArray[Any], classes: int, fraction: float, seed: int, mend: str
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], str]:
+def hold_out(ids: npt.NDArray[Any], classes: int, fraction: float, seed: int, mend: str) -> HeldOut:
     """The sorted numbers of the rows kept in train and of those held out, and a note. `ids` are labels of `classes`
     classes, or numbers if `classes` is 0. The held-out share is `fraction`, stratified by class unless there are too
     many; at least one row of each class stays in train. Raises RequestError, ending with `mend`."""
@@ -277,12 +269,20 @@ def hold_out(
     return np.setdiff1d(rows, held_out), np.sort(held_out), note
 
 
-def as_many_as_asked(tables: Table, cut: PreparationArguments, seed: int) -> Table:
-    """Limits each split to its --max_*_samples. Raises RequestError if no row is left."""
+def settle_splits(
+    tables: Table, cut: PreparationArguments, seed: int, held_out: Callable[[Dataset], HeldOut]
+) -> tuple[Table, str]:
+    """Holds out a part of the training rows if there is no validation split, then limits each split to its
+    --max_*_samples. Also returns a note, or "". Raises RequestError if no row is left."""
+    note = unused_fraction(cut) if "train" in tables and "validation" in tables else ""
+    if "train" in tables and "validation" not in tables:
+        train = tables["train"]
+        kept, apart, note = held_out(train)
+        tables = tables | {"train": train.select(kept), "validation": train.select(apart)}
     limits = zip(SPLITS, (cut.max_train_samples, cut.max_eval_samples, cut.max_predict_samples), strict=True)
     asked = {split: most for split, most in limits if split in tables and most is not None}
-    kept = {name: at_most(len(tables[name]), most, None if name == "test" else seed) for name, most in asked.items()}
-    return tables | {split: tables[split].select(rows) for split, rows in kept.items()}
+    rows = {name: at_most(len(tables[name]), most, None if name == "test" else seed) for name, most in asked.items()}
+    return tables | {split: tables[split].select(some) for split, some in rows.items()}, note
 
 
 def at_most(rows: int, most: int, seed: int | None) -> npt.NDArray[np.int64]:

@@ -22,8 +22,8 @@ from finetune.data.find_columns import find_token_columns
 from finetune.data.list_text import lists_of_text, note_of_lists
 from finetune.data.odd_labels import note_of_slips
 from finetune.data.python_names import name_rows
-from finetune.data.splits import hold_out_by, open_splits, said_split, unused_fraction
-from finetune.data.tables import ROW, CleanTables, Table, as_many_as_asked
+from finetune.data.splits import HeldOut, hold_out_by, open_splits, said_split
+from finetune.data.tables import ROW, CleanTables, Table, settle_splits
 from finetune.data.tag_schemes import (
     OUTSIDE,
     PARSED,
@@ -110,16 +110,17 @@ def clean_sentences(
     notes = [*(note_of_lists(tables[first], name) for name in (*columns.text, str(columns.label))), spelt, note]
     kinds = Counter(tag[2:] for row in bio.get("train", ()) for tag in row if tag != OUTSIDE)
     notes.append(note_of_slips(kinds, "entities"))
-    if "validation" not in cleaned and "train" in cleaned:
+
+    def held_out(train: Dataset) -> HeldOut:
         said = said_split(arguments, "train")
         if len(tables["train"]) == 1 and LINE in tables["train"].column_names:
             said += ": is a single sentence, because no blank line ends one"
-        sentences = [tuple(words) for words in cleaned["train"]["tokens"][:]]
-        cleaned |= hold_out_by(cleaned["train"], sentences, cut.validation_fraction, seed, said, "sentences")
-    elif "train" in cleaned:
-        notes.append(unused_fraction(cut))
-    cleaned = as_many_as_asked(cleaned, cut, seed)
-    return CleanTables(cleaned, columns, labels, skipped, tuple(filter(None, notes)))
+        return hold_out_by(
+            [tuple(words) for words in train["tokens"][:]], cut.validation_fraction, seed, said, "sentences"
+        )
+
+    cleaned, note = settle_splits(cleaned, cut, seed, held_out)
+    return CleanTables(cleaned, columns, labels, skipped, tuple(filter(None, (*notes, note))))
 
 
 def _without_bad_rows(
