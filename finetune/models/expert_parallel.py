@@ -10,7 +10,7 @@ import torch
 from finetune.errors import RequestError, first_line
 from finetune.models.expert_layers import joined_experts
 from finetune.models.experts import ALL_SPARSE, PROBE_TOKENS, narrow
-from finetune.models.small_copy import small_copy
+from finetune.models.probes import small_copy
 from finetune.run.flags.expert_parallel import check_experts
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from finetune.errors import RequestError, first_line
-from finetune.models.small_copy import small_copy
+from finetune.models.probes import small_copy
 
 PROBE_TOKENS = 6
 NAME = "mlp"  # of a block's MLP in Llama, Qwen, Gemma, Mistral, Phi, GPT-2 and their descendants

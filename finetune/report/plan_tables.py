@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from finetune.errors import plain
 from finetune.plan.search import slower_by
-from finetune.report.plan_answers import SHARING
 from finetune.report.plan_words import (
+    SHARING,
     fills_host,
     headline,
     in_order,

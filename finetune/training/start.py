@@ -203,11 +203,9 @@ def settled_values(run: Run, has_cuda: bool, by_hand: bool) -> dict[str, Any]:
     settled["log_level_replica"] = run.given.get("log_level_replica", "error")  # only rank 0 logs
     settled["use_cpu"] = not has_cuda  # otherwise bf16 without a GPU is refused
     settled["disable_tqdm"] = run.given.get("disable_tqdm", not on_terminal())
-    accelerator: dict[str, Any] = {}
-    if has_cuda:
-        accelerator["non_blocking"] = True  # batches are in pinned memory; otherwise the host waits for each copy
-    if by_hand:
-        accelerator["use_configured_state"] = True
+    # Batches are in pinned memory; otherwise the host waits for each copy.
+    accelerator: dict[str, Any] = {"non_blocking": True} if has_cuda else {}
+    accelerator |= {"use_configured_state": True} if by_hand else {}
     if run.value("streaming"):
         # Dispatching from rank 0 concatenates the ranks' batches, which are padded to different lengths (accelerate
         # 1.15, data_loader.py, DataLoaderDispatcher). Unused columns stay, because the collator tokenizes the text.
