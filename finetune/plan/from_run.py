@@ -43,7 +43,7 @@ from finetune.run.facts import (
 )
 from finetune.run.files import SENTENCE_SIZES
 from finetune.run.flags.guards import WORTH_BYTES
-from finetune.run.recipes.preference import form_of_reference
+from finetune.run.reference import form_of_reference
 from finetune.run.run import Run
 
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")

@@ -12,7 +12,7 @@ from finetune.run.mixture import parts_of
 from finetune.run.optimizer import dtype_mistakes, optim_mistakes
 from finetune.run.paths import METRICS
 from finetune.run.rates import schedule_mistakes
-from finetune.run.recipes.preference import OF_REFERENCE
+from finetune.run.reference import OF_REFERENCE
 from finetune.run.run import Run
 from finetune.run.sizes import IMAGE_SIZES
 

@@ -26,7 +26,8 @@ from finetune.data.preferences import PreferenceData
 from finetune.errors import RequestError
 from finetune.models.chunked_loss import LossHead, token_figures
 from finetune.models.probes import shared_mask
-from finetune.run.recipes.preference import BETAS, OF_REFERENCE, PreferenceArguments
+from finetune.run.recipes.preference import BETAS, PreferenceArguments
+from finetune.run.reference import OF_REFERENCE
 from finetune.training.checkpoints.writing import leads, of_first, together
 from finetune.training.metrics import first_output
 from finetune.training.preference_losses import LOSSES, Pairs, Settings, kto, squared_log_ratio

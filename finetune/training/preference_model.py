@@ -24,7 +24,8 @@ from finetune.models.probes import check_shared_prompt
 from finetune.models.source import load_weights, positions_of
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.language import CausalModelArguments
-from finetune.run.recipes.preference import PreferenceArguments, PreferenceDataArguments, form_of_reference
+from finetune.run.recipes.preference import PreferenceArguments, PreferenceDataArguments
+from finetune.run.reference import form_of_reference
 from finetune.training.merging import merged
 from finetune.training.model_card import Card, write_card
 from finetune.training.results import USE_LANGUAGE_MODEL, named, pictures_of, rows_table, sentences

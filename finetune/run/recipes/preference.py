@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune.errors import RequestError
 from finetune.run.flag import FILE, NOT_NEGATIVE, POSITIVE, TEMPLATE, Range, Void, flag
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.language import LEAST_BLOCK, LEAST_BPE_VOCABULARY, CausalModelArguments
@@ -138,18 +137,3 @@ PREFERENCE = Recipe(
         Void(("beta", "loss_chunk_tokens", "sample_tokens"), "loss", ("reward",)),
     ),
 )
-
-
-OF_REFERENCE = ("dpo", "ipo", "kto")  # losses that compare the policy with its initial state
-
-
-def form_of_reference(loss: str, asked: str, has_adapter: bool, goes_on: bool) -> str:
-    """ "none", "adapter" (the model without it), "cached" or "online". `goes_on`: an existing adapter is trained
-    further. Raises RequestError."""
-    if loss not in OF_REFERENCE:
-        return "none"
-    if has_adapter and asked == "online":
-        raise RequestError("--reference online: an adapter's reference needs no second model. Drop it.")
-    if has_adapter and not goes_on:
-        return "cached" if asked == "cached" else "adapter"
-    return "online" if asked == "online" else "cached"
