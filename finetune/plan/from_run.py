@@ -232,7 +232,7 @@ def _chunk(run: Run, model: Model, machine: Machine) -> int:
     routers_add = model.sizes.is_on("output_router_logits", False) and "router_aux_loss_coef" not in run.recipe.flags
     does_more = model.family in CAPPED or routers_add  # finetune.models.chunked_loss inspects the model itself
     is_whole = "lm_head" in adapted or (not asked and does_more)
-    if model.head != CAUSAL or is_whole or model.trace is not None:
+    if model.head != CAUSAL or is_whole:
         return 0
     return loss_chunk_tokens(asked, model.vocab_size, _device(machine))
 

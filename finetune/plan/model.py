@@ -84,11 +84,20 @@ class Buffer:
 
 @dataclass(eq=False, frozen=True)
 class Trace:
-    """Operators of a model outside the known families, as `finetune.measure.tracing` records them."""
+    """Operators of a model outside the known families, as `finetune.measure.tracing` records them. `last`: of each
+    storage, the operator after which no variable holds it. `kept`: values of the output; `result`: the loss. `beyond`:
+    the trace for texts of at least `window` tokens, if the model has a sliding window."""
 
-    layers: int
     values: tuple[Any, ...]
     ops: tuple[Any, ...]
+    last: tuple[int, ...]
+    kept: tuple[int, ...]
+    result: int
+    window: int | None = None
+    beyond: Trace | None = None
+
+    def of(self, tokens: int) -> Trace:
+        return self if self.beyond is None or self.window is None or tokens < self.window else self.beyond
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,7 @@ class Model:
     sizes: Sizes
     buffers: tuple[Buffer, ...] = ()
     lora: Lora | None = None
+    head_modules: tuple[str, ...] = ()  # of a classifier: what a base model may lack
     trace: Trace | None = None  # outside the known families; `family` is then still the model_type
 
     @property
@@ -140,15 +150,18 @@ def model_of(config: dict[str, Any], where: str = "the config", head: str | None
     layers = family.layers(sizes)
     if layers > MOST_LAYERS:
         raise RequestError(f"{where}: {layers:,} layers are more than {MOST_LAYERS:,}. Mistyped?")
+    head_tensors = tuple(family.heads.get(head, nothing)(sizes))
     parts = (
         (None, family.before(sizes)),
         *((index, family.block(sizes, index)) for index in range(layers)),
         (None, family.after(sizes)),
-        (None, family.heads.get(head, nothing)(sizes)),
+        (None, head_tensors),
     )
     tensors = tuple(Tensor(name, shape, layer) for layer, part in parts for name, shape in part)
     buffers = tuple(Buffer(*one) for one in family.buffers(sizes))
-    return Model(kind, head, tensors, layers, family.hidden(sizes), family.vocabulary(sizes), sizes, buffers)
+    own = tuple(dict.fromkeys(name.rpartition(".")[0] for name, _ in head_tensors))
+    return Model(kind, head, tensors, layers, family.hidden(sizes), family.vocabulary(sizes), sizes, buffers,
+                 head_modules=own)  # fmt: skip
 
 
 def in_4bit(model: Model) -> Model:

@@ -118,11 +118,6 @@ def model_of_run(run: Run, params_per_layer: int | None, notes: list[str], flag:
     if head_of(run) in (CLASSES, TAGS, IMAGES) and not config.get("id2label"):
         notes.append(f"{Sizes(config, str(given)).labels} labels are assumed; the data decides")
     if str(config.get("model_type")) not in FAMILIES:
-        if head_of(run) == SEQ2SEQ and isinstance(config.get("model_type"), str):
-            raise RequestError(
-                f"{given}: of encoder-decoders only {', '.join(SEQ2SEQS)} is planned, and this is a "
-                f"{str(config.get('model_type'))!r}. Plan a T5 of its size (t5-small to t5-11b) for a rough figure."
-            )
         if params_per_layer is None:
             return _traced(config, run, str(given), notes)
         config = _alike(config, str(given), params_per_layer, notes)
@@ -224,8 +219,7 @@ def lora_of(run: Run, model: Model) -> Lora | None:
             f"{run.said('lora_target_modules')}: adapters of experts ({of_experts[0]}) are trained, but not planned. "
             "Plan without them."
         )
-    heads = FAMILIES[model.family].heads[model.head](model.sizes) if model.head in LABELLED else ()
-    own = dict.fromkeys(name.rpartition(".")[0] for name, _ in heads)
+    own = model.head_modules if model.head in LABELLED else ()
     saved = (*own, *(run.value("lora_modules_to_save") or ()))
     lora = Lora(run.value("lora_r"), targets, run.value("lora_dropout"), saved, run.value("lora_use_dora"))
     there = _adapter_of(str(run.value("model_name_or_path")))
@@ -239,13 +233,9 @@ def lora_of(run: Run, model: Model) -> Lora | None:
 
 
 def _traced(config: Mapping[str, Any], run: Run, given: str, notes: list[str]) -> Model:
-    if run.value("use_peft"):
-        raise RequestError(
-            f"{run.said('use_peft')}: adapters are planned on {', '.join(sorted(FAMILIES))}, not on traced models, as "
-            f"{config.get('model_type')!r} is. Drop it, or give --params_per_layer N, the parameters of a layer."
-        )
+    attention = "eager" if run.value("attn_implementation") == "eager" else "sdpa"
     try:
-        model, seconds = traced_model(config, head_of(run) or CAUSAL, given)
+        model, seconds = traced_model(config, head_of(run) or CAUSAL, given, attention)
     except RequestError as error:
         raise RequestError(
             f"{error} Give --params_per_layer N, the parameters of one of its layers: it is then planned as a Llama of "
@@ -254,8 +244,7 @@ def _traced(config: Mapping[str, Any], run: Run, given: str, notes: list[str]) -
         ) from error
     how = "traced earlier" if seconds is None else f"traced in {seconds:.0f} s"
     notes.append(
-        f"{config.get('model_type')} is not a known family: {how}; attention is counted as fused if the model supports "
-        "it, and the loss over all logits at once"
+        f"{config.get('model_type')} is not a known family: {how}; its attention is counted as fused if it can be"
     )
     return model
 

@@ -14,46 +14,60 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError
-from finetune.plan.families.parts import CAUSAL, CLASSES, TAGS, Sizes
-from finetune.plan.model import Model, Tensor, Trace
+from finetune.plan.families.parts import IMAGES, Sizes
+from finetune.plan.model import HEADS, Buffer, Model, Tensor, Trace
 from finetune.run.environment import environment_of_child
 
-HEADS = (CAUSAL, CLASSES, TAGS)
 LISTS = ("auto_mappings.py", "configuration_auto.py")  # of transformers/models/auto: they list all model types
 LONGEST = 300  # seconds that tracing a model may take
 TRACING = "finetune.measure.tracing"  # it imports torch, and so is never imported here
-MADE_BY = Path(__file__).resolve().parents[1] / "measure" / "tracing.py"
+MADE_BY = ("tracing", "recording", "fitting")  # modules beside it
 NOT_SHAPES = ("auto_map", "_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
-def traced_model(config: Mapping[str, Any], head: str, where: str) -> tuple[Model, float | None]:
-    """The model, and the seconds that tracing took; None if it was cached. Raises RequestError if transformers has no
-    such architecture, or if its modules cannot run without data."""
+def traced_model(
+    config: Mapping[str, Any], head: str, where: str, attention: str = "sdpa"
+) -> tuple[Model, float | None]:
+    """The model, and the seconds that tracing took; None if it was cached. `attention`: "sdpa" or "eager". Raises
+    RequestError if transformers has no such architecture, or if its modules cannot run without data."""
     plain = {name: value for name, value in config.items() if name not in NOT_SHAPES}
     kind = config.get("model_type")
     if not isinstance(kind, str) or not _is_listed(kind):
         raise RequestError(f"{where}: model_type is {kind!r}, which transformers {version('transformers')} lacks.")
-    if head not in HEADS:
-        raise RequestError(f"{where}: only heads of {', '.join(HEADS)} are traced, and this one is for {head}.")
-    file = _cache() / f"{_key(plain, head)}.json"
+    if head not in (heads := [one for one in dict.fromkeys(HEADS.values()) if one != IMAGES]):
+        raise RequestError(f"{where}: only heads of {', '.join(heads)} are traced, and this one is for {head}.")
+    file = _cache() / f"{_key(plain, head, attention)}.json"
     began = time.monotonic()
     if is_known := file.is_file():
         found = json.loads(file.read_text(encoding="utf-8"))
     else:
-        found = _traced(plain, head, where)
+        found = _traced(plain, head, attention, where)
         _keep(file, found)
+    return model_from(found, config, head, where), None if is_known else time.monotonic() - began
+
+
+def model_from(found: Mapping[str, Any], config: Mapping[str, Any], head: str, where: str) -> Model:
+    """The model that `finetune.measure.tracing` found."""
     tensors = tuple(Tensor(name, tuple(shape), layer) for name, shape, layer in found["tensors"])
-    trace = Trace(found["layers"], tuple(found["values"]), tuple(found["ops"]))
-    sizes = Sizes(dict(config), where)
-    model = Model(kind, head, tensors, found["layers"], found["hidden_size"], found["vocab_size"],
-                  sizes, trace=trace)  # fmt: skip
-    return model, None if is_known else time.monotonic() - began
+    buffers = tuple(Buffer(name, tuple(shape), each) for name, shape, each in found["buffers"])
+    beyond = _trace(found["beyond"]) if found["beyond"] else None
+    return Model(
+        str(config.get("model_type")), head, tensors, found["layers"], found["hidden_size"], found["vocab_size"],
+        Sizes(dict(config), where), buffers, head_modules=tuple(found["head_modules"]),
+        trace=replace(_trace(found["trace"]), window=found["window"], beyond=beyond),
+    )  # fmt: skip
+
+
+def _trace(found: Mapping[str, Any]) -> Trace:
+    values, ops, last, kept = (tuple(found[name]) for name in ("values", "ops", "last", "kept"))
+    return Trace(values, ops, last, kept, found["result"])
 
 
 def _is_listed(kind: str) -> bool:
@@ -66,11 +80,11 @@ def _is_listed(kind: str) -> bool:
     return not texts or any(f'"{kind}"' in text for text in texts)
 
 
-def _traced(config: dict[str, Any], head: str, where: str) -> dict[str, Any]:
+def _traced(config: dict[str, Any], head: str, attention: str, where: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         given, out = Path(folder, "config.json"), Path(folder, "trace.json")
         given.write_text(json.dumps(config), encoding="utf-8")
-        words = [sys.executable, "-m", TRACING, str(given), head, str(out)]
+        words = [sys.executable, "-m", TRACING, str(given), head, attention, str(out)]
         env = environment_of_child()
         try:
             done = subprocess.run(words, capture_output=True, text=True, timeout=LONGEST, check=False, env=env)
@@ -85,10 +99,12 @@ def _traced(config: dict[str, Any], head: str, where: str) -> dict[str, Any]:
         return dict(json.loads(out.read_text(encoding="utf-8")))
 
 
-def _key(config: dict[str, Any], head: str) -> str:
+def _key(config: dict[str, Any], head: str, attention: str) -> str:
     """A hash of all that a trace depends on."""
-    made_by = [version("transformers"), version("torch"), hashlib.sha256(MADE_BY.read_bytes()).hexdigest()]
-    return hashlib.sha256(json.dumps([config, head, made_by], sort_keys=True).encode()).hexdigest()
+    folder = Path(__file__).resolve().parents[1] / "measure"
+    sources = b"".join((folder / f"{name}.py").read_bytes() for name in MADE_BY)
+    made_by = [version("transformers"), version("torch"), hashlib.sha256(sources).hexdigest()]
+    return hashlib.sha256(json.dumps([config, head, attention, made_by], sort_keys=True).encode()).hexdigest()
 
 
 def _cache() -> Path:

@@ -129,10 +129,10 @@ MEMORY = (
             "torch/storage.py; data_ptr is 0 for all that are empty or on meta",
             "a public identity of storages",
         )
-        for where in ("measure/memory.py", "measure/tracing.py", "bench/meter.py")
+        for where in ("measure/memory.py", "measure/recording.py", "bench/meter.py")
     ),
     Row(
-        "measure/tracing.py",
+        "measure/recording.py",
         "torch.utils._python_dispatch:TorchDispatchMode",
         "read",
         "every operator of a forward pass is written down",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune.plan.families.parts import SEQ2SEQ, Family, Named, Sizes, embeddings, lm_head
+from finetune.plan.families.parts import SEQ2SEQ, Family, Named, Sizes, embeddings, nothing
 
 
 def _t5_block(sizes: Sizes, index: int) -> Named:
@@ -38,7 +38,7 @@ SEQ2SEQS = {
         before=embeddings({"shared": "vocab_size"}, "d_model"),
         block=_t5_block,
         after=_t5_after,
-        heads={SEQ2SEQ: lm_head(True, "d_model")},
+        heads={SEQ2SEQ: nothing},  # tied whatever the config says (models/t5/configuration_t5.py)
         default_head=SEQ2SEQ,
         layers=lambda sizes: sizes("num_layers") + sizes("num_decoder_layers", default=sizes("num_layers")),
         hidden=lambda sizes: sizes("d_model"),

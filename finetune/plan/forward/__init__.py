@@ -44,9 +44,9 @@ def build_tape(model: Model, batch: Batch, numbers: Numbers, checkpoint_interval
     packed = frozenset(tensor.name for tensor in model.tensors if tensor.is_packed)
     given = numbers, shapes, model.lora, packed, bool(checkpoint_interval)
     tape = Tape(*given) if batch.sharing == 1 else SharedTape(*given, sharing=batch.sharing, rows=batch.rows)
-    if model.trace is not None:
-        tape_of_trace(model.trace, tape, batch, checkpoint_interval)
-        return tape
     setting = Setting(tape, model.sizes, batch, model.family, model.head, checkpoint_interval, loss_chunk_tokens)
+    if model.trace is not None:
+        tape.result = tape_of_trace(model.trace.of(batch.tokens), setting)
+        return tape
     tape.result = stage(setting, part) if part else FORWARDS[model.family](setting)
     return tape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from finetune.plan.forward.parts import Batch, Setting
 from finetune.plan.tape import Tape
@@ -24,9 +24,10 @@ class Heads:
     softcap: bool = False
     fp32_softmax: bool = True
     casts_weights: bool = True  # to the precision of the values
-    cached: bool = False  # keys and values come from a cache, laid out head by head: no product copies them
+    by_head: str = ""  # which of "qkv" are laid out head by head, as those from a cache are: no product copies them
     names_scores: bool = False  # a variable keeps them alive to the end of eager attention
     keys: int | None = None  # tokens attended to; None: as many as attend
+    value_width: int | None = None  # None: as wide as queries
     sinks: str = ""  # the parameter that adds one more token to each head's scores
 
     @property
@@ -57,7 +58,7 @@ class Heads:
 
     @property
     def mix(self) -> Gemm:
-        return Gemm(self.tokens, self.width, self.looked_at, self.count)
+        return Gemm(self.tokens, self.value_width or self.width, self.looked_at, self.count)
 
 
 def kind_of(tape: Tape, heads: Heads, has_mask: bool = False, mask_trains: bool = False) -> str:
@@ -68,7 +69,7 @@ def kind_of(tape: Tape, heads: Heads, has_mask: bool = False, mask_trains: bool 
     if numbers.attention == "eager":
         return EAGER
     if numbers.device == "cpu":
-        return MATH if heads.dropout or mask_trains else FUSED
+        return MATH if heads.dropout or mask_trains or heads.value_width not in (None, heads.width) else FUSED
     half = numbers.product_bytes == HALF_BYTES
     return MATH if heads.repeats and not half and not has_mask else FUSED
 
@@ -154,7 +155,7 @@ def _repeated(tape: Tape, x: Value, heads: Heads) -> Value:
 
 def _eager(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, masks: tuple[Value | None, ...]) -> Value:
     """eager_attention_forward of models/llama/modeling_llama.py and similar. matmul copies what it cannot flatten."""
-    repeats = heads.repeats or heads.cached
+    repeats = heads.repeats or bool(heads.by_head)
     wide_key, wide_value = _repeated(tape, key, heads), _repeated(tape, value, heads)
     scores = tape.matmul(tape.copy(query), wide_key if repeats else tape.copy(wide_key), heads.scores)
     scores = tape.scale(scores)
@@ -206,8 +207,9 @@ def _math(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mask
     query, key, value = (tape.cast(part, FP32_BYTES) for part in (query, key, value))
     key, value = _repeated(tape, key, heads), _repeated(tape, value, heads)
     scaled, scaled_key = tape.scale(query), tape.scale(key)
-    turned_key = scaled_key if heads.cached else tape.copy(scaled_key)
-    scores = tape.matmul(tape.copy(scaled), turned_key, heads.scores, casts=False)
+    turned_key = scaled_key if "k" in heads.by_head else tape.copy(scaled_key)
+    turned = scaled if "q" in heads.by_head else tape.copy(scaled)
+    scores = tape.matmul(turned, turned_key, heads.scores, casts=False)
     if mask is not None and mask.bytes_each > 1:
         scores = tape.add(scores, mask)
     elif heads.causal or mask is not None:
@@ -216,7 +218,7 @@ def _math(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mask
         tape.hold(made)
     weights = tape.dropout(tape.softmax(scores), heads.dropout)
     low = tape.cast(weights, size)
-    mixed = tape.matmul(weights, value if heads.cached else tape.copy(value), heads.mix, casts=False)
+    mixed = tape.matmul(weights, value if "v" in heads.by_head else tape.copy(value), heads.mix, casts=False)
     out = tape.cast(mixed, size)
     tape.hold(scaled, low, query, key, value)
     return tape.op("copy", (out,), out.elements)  # as in `_eager`
@@ -235,11 +237,11 @@ def _fused(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mas
             mask = tape.op("mask", (mask,), many, bytes_each=numbers.product_bytes, needs_grad=False)
     length = heads.tokens // 2 if heads.causal and mask is None else heads.looked_at
     first = Gemm(heads.tokens, max(length, 1), heads.width, heads.count)
-    second = Gemm(heads.tokens, heads.width, max(length, 1), heads.count)
+    second = replace(heads.mix, k=max(length, 1))
     masks = () if mask is None else (mask,)
     return tape.op(
         FLASH_ATTENTION_2 if numbers.attention == FLASH_ATTENTION_2 else ATTENTION,
-        (query, key, value, *masks), heads.elements,
+        (query, key, value, *masks), second.m * second.n * second.many,
         saves=(query, key, value, *masks), saves_output=True, extra_saved=FP32_BYTES * heads.count * heads.tokens,
         gemms=(first, second), gemms_back=(first, first, first, second, second),
         scratch_back=_flash_scratch(heads, query.bytes_each) if numbers.device == "cuda" and not masks else 0,

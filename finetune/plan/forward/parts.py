@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from finetune.plan.families.parts import Sizes
+from finetune.plan.families.parts import SEQ2SEQ, Sizes
 from finetune.plan.tape import Tape
 from finetune.plan.values import FP32_BYTES, Segment, Value
 
@@ -28,6 +28,16 @@ class Batch:
     @property
     def positions(self) -> int:
         return self.rows * self.tokens
+
+
+def terms(head: str, batch: Batch) -> tuple[int, ...]:
+    """What sizes are sums of, each with a coefficient."""
+    rows, tokens = batch.rows, batch.tokens
+    if head != SEQ2SEQ:
+        return 1, tokens, rows, rows * tokens, rows * tokens**2
+    out = batch.targets or tokens
+    each = (1, tokens, tokens**2, out, out**2, tokens * out)
+    return (*each, *(rows * one for one in each))
 
 
 @dataclass(frozen=True)
@@ -69,13 +79,13 @@ def stack(
     are not recorded again: they are the same operators under other names. `held`: further inputs of each layer."""
     tape = setting.tape
     keys = [(kind(layer), setting.recomputes(layer)) for layer in layers]
-    first, period, repeats = _pattern(keys)
+    first, period, repeats = pattern(keys)
     repeated = layers[first + period : first + repeats * period]
     begin = len(tape.segments)
     for place, layer in enumerate(layers):
         if layer in repeated:
             at = begin + first + (place - first) % period
-            tape.segments.append(_renamed(tape.segments[at], at, name(layers[at - begin]), name(layer), layer))
+            tape.segments.append(renamed(tape.segments[at], at, name(layers[at - begin]), name(layer), layer))
             continue
         again = setting.recomputes(layer)
         state = (tape.given(RNG_STATE_BYTES, 1),) if again and tape.numbers.device == "cpu" else ()
@@ -84,7 +94,7 @@ def stack(
     return x
 
 
-def _pattern(keys: Sequence[Hashable]) -> tuple[int, int, int]:
+def pattern(keys: Sequence[Hashable]) -> tuple[int, int, int]:
     """The repeating pattern of layers: where it begins, its period, and how often it repeats. One period before and one
     after it are recorded as well, because the ends may differ; so is a first layer unlike all others."""
     for alone in (0, 1):
@@ -96,7 +106,8 @@ def _pattern(keys: Sequence[Hashable]) -> tuple[int, int, int]:
     return 0, 0, 1
 
 
-def _renamed(segment: Segment, at: int, old: str, new: str, layer: int) -> Segment:
+def renamed(segment: Segment, at: int, old: str, new: str, layer: int) -> Segment:
+    """The segment at index `at` with the names of a like layer."""
     ops = [
         replace(
             op,

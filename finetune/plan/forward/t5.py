@@ -92,13 +92,13 @@ def _attention(setting: Setting, name: str, x: Value, states: Value, bias: list[
     keys and values in training too, because its config is a copy that the Trainer does not change; but not when it is
     checkpointed."""
     tape, sizes, count = setting.tape, setting.sizes, setting.sizes("num_heads")
+    is_cached = decodes and not tape.segments[-1].recomputed
     heads = Heads(setting.batch, count, sizes("d_kv"), count, sizes.share("dropout_rate", DROPOUT), causal=False,
-                  fp32_softmax=False, casts_weights=False, keys=read,
-                  cached=decodes and not tape.segments[-1].recomputed)  # fmt: skip
+                  fp32_softmax=False, casts_weights=False, keys=read, by_head="kv" if is_cached else "")  # fmt: skip
     kind = kind_of(tape, heads, mask_trains=read is None or bool(setting.checkpoint_interval))
     query = split_heads(tape, tape.linear(x, f"{name}.q"), kind)
     key, value = (split_heads(tape, tape.linear(states, f"{name}.{part}"), kind) for part in "kv")
-    if heads.cached:
+    if is_cached:
         made = key, value
         key, value = cat(tape, key), cat(tape, value)
         tape.hold(*made)

@@ -1,177 +1,300 @@
-"""The tape of a model outside the known families, from what `finetune.measure.tracing` recorded of its modules.
-An operator's name tells what autograd does with it; unknown operators make gradients as large as their inputs.
-"""
+"""The tape of a model from what `finetune.measure.tracing` recorded of its modules: operators with their sizes,
+what autograd saves of each, and when the last variable lets go of a tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
-from finetune.plan.families.parts import Sizes
 from finetune.plan.forward.attention import FUSED, Heads, attend, kind_of
-from finetune.plan.forward.parts import Batch, Setting
+from finetune.plan.forward.losses import chunked_loss, output_in_fp32
+from finetune.plan.forward.parts import RNG_STATE_BYTES, Setting, pattern, renamed, terms
 from finetune.plan.model import Trace
-from finetune.plan.tape import Tape
-from finetune.plan.values import ATTENTION, FLASH_ATTENTION_2, FP32_BYTES, HALF_BYTES, Gemm, Op, Storage, Value
+from finetune.plan.values import ATTENTION, FP32_BYTES, HALF_BYTES, Gemm, Storage, Value
 
-LINEAR = {"mm", "addmm"}
-PRODUCTS = {*LINEAR, "bmm", "baddbmm"}
-NAMES = {"_to_copy": "cast", "clone": "copy", "native_layer_norm": "layer_norm", "_softmax": "softmax",
-         "_log_softmax": "log_softmax", **dict.fromkeys(LINEAR, "linear"), "bmm": "matmul",
+LINEAR = ("mm", "addmm")
+IN_HALF = (*LINEAR, "bmm", "baddbmm")  # under autocast (aten/src/ATen/autocast_mode.h)
+PRODUCTS = (*IN_HALF, "_grouped_mm")
+TURNS = ("transpose", "permute")
+CAST, SOFTMAX = "_to_copy", "_softmax"
+NAMES = {"clone": "copy", CAST: "cast", "_log_softmax": "log_softmax", "_grouped_mm": "grouped_mm",
          "baddbmm": "matmul"}  # fmt: skip
-PASSES_ON = {"add", "clone", "add_"}
-IN_FP32 = {"native_layer_norm", "_log_softmax", "_softmax"}  # under autocast on a GPU (aten/src/ATen/autocast_mode.h)
-TWICE = 2  # intermediate tensors of pow's gradient (FunctionsManual.cpp, pow_backward)
+PASSES_ON = ("add", "sub", "clone", "add_", "copy_")
+IN_FP32 = ("_log_softmax", "nll_loss_forward")  # likewise
+LAYER = re.compile(r".*?\.\d+(?=\.)")  # the name of the layer that a parameter belongs to
 
 
-def tape_of_trace(trace: Trace, tape: Tape, batch: Batch, interval: int) -> None:
-    """Puts the whole trace on `tape`. `interval`: layers checkpointed together; 0: none."""
-    player = _Player(trace, tape, batch)
-    for segment, ops in groupby(trace.ops, key=lambda op: op["segment"]):
-        is_layer = 0 < segment <= trace.layers
-        made = list(ops)
-        entry = player.entry(made) if is_layer else ()
-        layer = segment - 1 if is_layer else None
-        name = f"layer {layer}" if is_layer else "embedding" if not segment else "head"
-        with tape.segment(name, *entry, layer=layer, recomputed=is_layer and bool(interval)):
-            for op in made:
+@dataclass(frozen=True)
+class _Part:
+    """The operators of a segment. `first`: the first value and storage that it makes."""
+
+    ops: tuple[tuple[int, Any], ...]
+    layer: int | None
+    name: str
+    first: tuple[int, int]
+    key: Hashable  # alike for layers that differ in their names alone
+
+
+@lru_cache(maxsize=8)
+def _parts(trace: Trace) -> list[_Part]:
+    found, before = list[_Part](), (0, 0)
+    for segment, group in groupby(enumerate(trace.ops), key=lambda one: one[1]["segment"]):
+        ops, layer = tuple(group), segment // 2 if segment % 2 else None
+        made = [number for _, op in ops for number in op["out"]]
+        first = min(made), min(trace.values[number][2] for number in made)
+        names = [LAYER.match(weight) for _, op in ops for weight in op["weights"]]
+        name = "head" if found else "embedding"
+        if layer is not None:
+            name = next((one[0] for one in names if one), f"layer {layer}")
+        key = _key(trace, [op for _, op in ops], name, first, before) if layer is not None else segment
+        found.append(_Part(ops, layer, name, first, key))
+        before = first
+    return found
+
+
+def _key(trace: Trace, ops: list[Any], name: str, first: tuple[int, int], before: tuple[int, int]) -> Hashable:
+    """What an operator reads of this layer or the one before it is numbered from there."""
+
+    def near(number: int, side: int) -> tuple[bool, int]:
+        return (True, number - first[side]) if number >= before[side] else (False, number)
+
+    def seen(op: Any) -> Hashable:
+        both = (*op["in"], *op["out"])
+        values = [(near(one, 0), near(trace.values[one][2], 1), trace.values[one][0]) for one in both]
+        saved = [near(place, 1) for place in op["saved"]]
+        return op["name"], [weight.replace(name, "", 1) for weight in op["weights"]], values, saved
+
+    return repr([seen(op) for op in ops])
+
+
+def tape_of_trace(trace: Trace, setting: Setting) -> Value:
+    """Records the whole trace on the setting's tape, the middle of many like layers once; returns the result."""
+    player, tape, parts = _Player(trace, setting), setting.tape, _parts(trace)
+    layers = [part for part in parts if part.layer is not None]
+    first, period, repeats = pattern([(part.key, setting.recomputes(part.layer or 0)) for part in layers])
+    repeated = range(first + period, first + repeats * period)
+    segments = dict[int | None, int]()  # by layer
+    for part in parts:
+        if part.layer is not None and part.layer in repeated:
+            like = first + (part.layer - first) % period
+            old, at = layers[like], segments[like]
+            tape.segments.append(renamed(tape.segments[at], at, old.name, part.name, part.layer))
+            player.repeat(old, part)
+            continue
+        segments[part.layer] = len(tape.segments)
+        again = part.layer is not None and setting.recomputes(part.layer)
+        entry = player.entry(part) if part.layer is not None else ()
+        state = (tape.given(RNG_STATE_BYTES, 1),) if again and tape.numbers.device == "cpu" else ()
+        with tape.segment(part.name, *entry, *state, layer=part.layer, recomputed=again):
+            for at, op in part.ops:
+                if at == player.head and setting.loss_chunk_tokens:
+                    return chunked_loss(setting, player.values[op["in"][0]], op["weights"][-1])
                 player.play(op)
-    tape.result = player.values[trace.ops[-1]["out"][0]]
-    logits = [op["out"][0] for op in trace.ops if op["name"] in PRODUCTS][-1]
-    tape.keep_to_end(player.values[logits])
+                player.let_go(at)
+    for number in trace.kept:
+        output_in_fp32(tape, player.values[number])
     tape.release_casts()
+    return player.values[trace.result]
 
 
 class _Player:
-    def __init__(self, trace: Trace, tape: Tape, batch: Batch) -> None:
-        self.trace, self.tape, self.numbers, self.batch = trace, tape, tape.numbers, batch
-        rows, tokens = batch.rows, batch.tokens
-        self.terms = (1, tokens, rows, rows * tokens, rows * tokens * tokens)
+    def __init__(self, trace: Trace, setting: Setting) -> None:
+        self.trace, self.setting, self.tape = trace, setting, setting.tape
+        self.numbers, self.batch = self.tape.numbers, setting.batch
+        self.terms = terms(setting.head, self.batch)
         self.values: dict[int, Value] = {}
         self.storages: dict[int, Storage] = {}
+        self.whole: dict[int, int] = {}  # bytes per element before a conversion to fp32
+        self.dying = defaultdict[int, list[int]](list)
+        for place, at in enumerate(trace.last):
+            self.dying[at].append(place)
+        users = [(op["name"], op, number) for op in trace.ops for number in op["in"]]
+        self.sliced = {number for name, _, number in users if name == "slice"}
+        self.in_softmax = {number for name, _, number in users if name == SOFTMAX}
+        self.attentions = {number: op for name, op, number in users if name == ATTENTION}
+        self.head = max((at for at, op in enumerate(trace.ops) if op["name"] in LINEAR and op["weights"]), default=-1)
 
     def size(self, fitted: Sequence[float]) -> int:
         return max(round(sum(one * term for one, term in zip(fitted, self.terms, strict=True))), 1)
 
+    def elements(self, number: int) -> int:
+        return self.size(self.trace.values[number][0])
+
     def value(self, number: int) -> Value:
-        if number not in self.values:
-            elements, width, place, _ = self.trace.values[number]
-            self.values[number] = self.tape.given(self.size(elements), width)
-            self.storages[place] = self.values[number].storage
+        if number not in self.values:  # a batch or a buffer: already allocated
+            self.put(number, Value(self.elements(number), self.trace.values[number][1], Storage(0), False))
         return self.values[number]
 
-    def entry(self, ops: Sequence[Any]) -> tuple[Value, ...]:
-        """A layer's inputs from earlier layers that need a gradient."""
-        made = {number for op in ops for number in op["out"]}
-        given = {number: None for op in ops for number in op["in"] if number not in made and number in self.values}
-        return tuple(self.values[number] for number in given if self.values[number].needs_grad)
+    def put(self, number: int, value: Value) -> None:
+        place = self.trace.values[number][2]
+        self.values[number] = value
+        self.storages[place] = value.storage
+        is_last = self.trace.last[place] == len(self.trace.ops)
+        if is_last and value.storage.bytes and not self.tape.segments[-1].recomputed:
+            self.tape.keep_to_end(value)
+
+    def let_go(self, at: int) -> None:
+        """Variables held these storages up to now."""
+        if dying := [self.storages[place] for place in self.dying[at] if place in self.storages]:
+            self.tape.hold(*(Value(0, 1, storage, False) for storage in dying))
+
+    def entry(self, part: _Part) -> tuple[Value, ...]:
+        """What a layer reads of earlier ones, its hidden states first."""
+        made = {number for _, op in part.ops for number in op["out"]}
+        given = dict.fromkeys(number for _, op in part.ops for number in op["in"] if number not in made)
+        found = [self.values[number] for number in given if number in self.values]
+        return tuple(sorted(found, key=lambda value: not value.needs_grad))
+
+    def repeat(self, old: _Part, new: _Part) -> None:
+        """What later layers read of a layer that is not played is what its like has made."""
+        value, place = (to - since for to, since in zip(new.first, old.first, strict=True))
+        for _, op in old.ops:
+            for number in self.values.keys() & op["out"]:
+                self.values[number + value] = self.values[number]
+                self.storages[self.trace.values[number][2] + place] = self.values[number].storage
 
     def play(self, op: Any) -> None:
-        name, numbers = op["name"], self.numbers
-        inputs = [self.value(number) for number in op["in"]]
-        if name == ATTENTION and kind_of(self.tape, heads := self.heads(op, inputs)) != FUSED:
-            setting = Setting(self.tape, Sizes({}, ""), self.batch)
-            self.renamed(op["out"][0], attend(setting, heads, *inputs))
+        name, inputs, weights = op["name"], [self.value(number) for number in op["in"]], op["weights"]
+        whole = max((self.whole.get(number, 0) for number in op["in"]), default=0)
+        if len(op["out"]) > 1 and op["part"]:
+            parts = self.tape.chunk(inputs[0], *map(self.elements, op["out"]))
+            for number, part in zip(op["out"], parts, strict=True):
+                self.put(number, part)
             return
-        weights = tuple(op["weights"])
-        module = weights[0].rpartition(".")[0] if weights else ""
-        if numbers.autocast and name in (*PRODUCTS, ATTENTION):
-            inputs = [self.tape.cast(one, HALF_BYTES) for one in inputs]
-            if weights:
-                inputs += [self.tape.cast_weight(weights[-1], module)]
-                weights, module = (), ""
-        if numbers.autocast and numbers.device == "cuda" and name in IN_FP32:
-            inputs = [self.tape.cast(one, FP32_BYTES) if one.bytes_each < FP32_BYTES else one for one in inputs]
-        outs = [self.made(number, name, inputs, op["part"]) for number in op["out"]]
-        if name == "_to_copy" and inputs and outs[0].bytes_each == inputs[0].bytes_each and not op["part"]:
-            self.renamed(op["out"][0], inputs[0])
-            return
-        self.add(op, name, tuple(inputs), tuple(outs), weights, module)
+        first = op["out"][0]
+        if weights and inputs:
+            out = self.weighed(op, inputs[0])
+        elif name in TURNS:
+            out = self.tape.alias(inputs[0]) if first in self.sliced or self.copies_back(op) else inputs[0]
+        elif op["part"]:
+            out = self.tape.alias(inputs[0], self.elements(first), name)
+        elif name == CAST and inputs:
+            out, whole = self.converted(first, inputs[0], whole)
+        else:  # what runs within an operator of its own saves nothing by itself
+            out = self.plain(op, inputs) if not (op["inside"] and self.trace.values[first][3]) else None
+        if out is None:
+            out = self.any_other(op, inputs)
+        else:
+            self.save_beside(op)
+        self.put(first, out)
+        if whole:
+            self.whole[first] = whole
 
-    def heads(self, op: Any, inputs: Sequence[Value]) -> Heads:
-        tokens, looked_at, width, many = map(self.size, op["gemms"][0])
-        heads = many // self.batch.rows
-        pairs = heads * inputs[1].elements // inputs[0].elements
-        return Heads(self.batch, heads, width, pairs, causal=looked_at < tokens)
+    def save_beside(self, op: Any) -> None:
+        """What an operator of the model's own has saved is recorded with the one that follows it."""
+        own = {self.trace.values[number][2] for number in (*op["in"], *op["out"])}
+        if beside := [self.storages[one] for one in op["saved"] if one in self.storages and one not in own]:
+            self.tape.op("save", (), 1, saves=[Value(0, 1, one) for one in beside], kernels=0, needs_grad=True)
 
-    def made(self, number: int, name: str, inputs: Sequence[Value], is_part: bool) -> Value:
-        fitted, width, place, grad = self.trace.values[number]
-        elements = self.size(fitted)
-        storage = inputs[0].storage if is_part else self.storages.get(place)
-        bytes_each = inputs[0].bytes_each if is_part else self.width(width, name, inputs)
-        if storage is None:
-            storage = self.storages[place] = Storage(elements * bytes_each)
-        self.values[number] = Value(elements, bytes_each, storage, bool(grad))
-        return self.values[number]
+    def weighed(self, op: Any, x: Value) -> Value | None:
+        """Operators with parameters."""
+        name, weights = op["name"], op["weights"]
+        module = weights[-1].rpartition(".")[0]
+        if name in LINEAR:
+            return self.tape.linear(x, module, weights[-1], weights[0] if len(weights) > 1 else "")
+        if name == "native_layer_norm":
+            return self.tape.layer_norm(x, module)
+        return self.tape.weigh(x, module) if name == "mul" else None
 
-    def width(self, traced: int, name: str, inputs: Sequence[Value]) -> int:
-        """Bytes per element. The trace is in bf16, which becomes the model's precision, under autocast its inputs'."""
+    def plain(self, op: Any, inputs: list[Value]) -> Value | None:
+        """Operators without parameters whose backward pass is known better than what autograd saves."""
+        tape, name = self.tape, op["name"]
+        if name == "dropout":
+            return tape.dropout(inputs[0], 0.5)
+        if name == ATTENTION:
+            return attend(self.setting, self.heads(op), *inputs)
+        if name == "mul" and len(inputs) > 1:
+            return tape.multiply(*inputs)
+        if name == "bmm":
+            return tape.matmul(inputs[0], inputs[1], Gemm(*map(self.size, op["gemms"][0])))
+        if name == "pow":
+            return tape.power(inputs[0])
+        if name == SOFTMAX:
+            x, is_gpu = inputs[0], self.numbers.device == "cuda"
+            full = FP32_BYTES if self.trace.values[op["out"][0]][1] == FP32_BYTES else None
+            return tape.softmax(tape.cast(x, FP32_BYTES) if self.numbers.autocast and is_gpu else x, full)
+        return None
+
+    def converted(self, number: int, x: Value, whole: int) -> tuple[Value, int]:
+        """The trace is in bf16: what it converts from fp32 goes back to the precision that it had. On a GPU one kernel
+        reads fp16 and writes a softmax in fp32 (aten/src/ATen/native/SoftMax.cpp)."""
+        size = self.trace.values[number][1]
+        is_float = x.bytes_each in (HALF_BYTES, FP32_BYTES)
+        if size == FP32_BYTES:
+            joined = number in self.in_softmax and self.numbers.is_fp16 and self.numbers.device == "cuda"
+            return (x if joined else self.tape.cast(x, size)), whole or x.bytes_each * is_float
+        if size != HALF_BYTES:
+            return self.tape.op("cast", (x,), x.elements, bytes_each=size, needs_grad=False), 0
+        back = whole if self.numbers.autocast and whole else self.numbers.bytes_each
+        return self.tape.cast(x, back), 0
+
+    def copies_back(self, op: Any) -> bool:
+        """Whether the gradient of a transposed value has another layout. Fused attention's has not."""
+        reader = self.attentions.get(op["out"][0])
+        if reader is None:
+            return not self.attentions
+        has_mask = len(reader["in"]) > len("qkv")
+        trains = has_mask and bool(self.trace.values[reader["in"][-1]][3])
+        return kind_of(self.tape, self.heads(reader), has_mask, trains) != FUSED
+
+    def heads(self, op: Any) -> Heads:
+        tokens, keys, width, many = map(self.size, op["gemms"][0])
+        query, key = map(self.elements, op["in"][:2])
+        heads, values = many // self.batch.rows, self.size(op["gemms"][1][1])
+        return Heads(replace(self.batch, tokens=tokens), heads, width, heads * key * tokens // (query * keys),
+                     keys=keys, value_width=values, **op["heads"])  # fmt: skip
+
+    def any_other(self, op: Any, inputs: list[Value]) -> Value:
+        """Saves what autograd saves, if it is still needed."""
+        tape, name, weights = self.tape, op["name"], op["weights"]
+        first, *others = op["out"]
+        _, traced, place, grad = self.trace.values[first]
+        if inputs and place == self.trace.values[op["in"][0]][2]:
+            return tape.add_in_place(inputs[0], inputs[-1])
+        if self.numbers.autocast and name in IN_FP32:
+            inputs = [tape.cast(one, FP32_BYTES) if one.bytes_each == HALF_BYTES else one for one in inputs]
+        if self.numbers.autocast and name in IN_HALF:
+            inputs = [tape.cast(one, HALF_BYTES) for one in inputs]
+        trains = any(map(tape.trains, weights)) or (name == "embedding" and tape.inputs_need_grad)
+        grad = bool(grad) and (trains or any(one.needs_grad for one in inputs))
+        sides = {number: self.elements(number) * self.trace.values[number][1] for number in others}
+        kept = [number for number in others if self.trace.values[number][2] in op["saved"]]
+        is_frozen = bool(weights) and not trains and name in PRODUCTS
+        saved = () if is_frozen else [self.storages[one] for one in dict.fromkeys(op["saved"]) if one in self.storages]
+        out = tape.op(
+            NAMES.get(name, name), inputs, self.elements(first), saves=[Value(0, 1, one) for one in saved],
+            saves_output=place in op["saved"], bytes_each=self.width(name, traced, inputs),
+            extra_saved=sum(sides[number] for number in kept), weights=tuple(weights[::-1]),
+            module=weights[-1].rpartition(".")[0] if weights else "", passes_on=name in PASSES_ON,
+            narrows=name == "cat", needs_grad=grad, **self.products(op, inputs, grad, trains),
+        )  # fmt: skip
+        beside = tape.segments[-1].ops[-1].outputs
+        for number in others:
+            self.put(number, Value(self.elements(number), self.trace.values[number][1], beside[-1].storage, False))
+        return out
+
+    def products(self, op: Any, inputs: list[Value], grad: bool, trains: bool) -> dict[str, Any]:
+        gemms = tuple(Gemm(*map(self.size, gemm)) for gemm in op["gemms"])
+        if not gemms:
+            return {}
+        of_input, of_other = gemms[0].back
+        back = (*([of_input] if inputs[0].needs_grad else []), *([of_other] if trains or not op["weights"] else []))
+        return {"gemms": gemms, "gemms_back": back if grad else ()}
+
+    def width(self, name: str, traced: int, inputs: Sequence[Value]) -> int:
+        """Bytes per element of its output: what is bf16 in the trace has the model's precision, under autocast that of
+        its inputs."""
         if traced != HALF_BYTES:
             return traced
         if not self.numbers.autocast:
             return self.numbers.bytes_each
-        if name in (*PRODUCTS, ATTENTION):
+        if name in IN_HALF:
             return HALF_BYTES
-        floats = [one.bytes_each for one in inputs if one.bytes_each in (HALF_BYTES, FP32_BYTES)]
-        return max(floats, default=FP32_BYTES)
-
-    def renamed(self, number: int, given: Value) -> None:
-        self.values[number] = given
-        self.storages[self.trace.values[number][2]] = given.storage
-
-    def add(
-        self,
-        op: Any,
-        name: str,
-        inputs: tuple[Value, ...],
-        outs: tuple[Value, ...],
-        weights: tuple[str, ...],
-        module: str,
-    ) -> None:
-        grad = any(one.needs_grad for one in outs)
-        gemms = tuple(Gemm(*map(self.size, gemm)) for gemm in op["gemms"])
-        places = dict.fromkeys(place for place in op["saved"] if place in self.storages)
-        saved = tuple(dict.fromkeys(self.storages[place] for place in places)) if grad else ()
-        if self.numbers.autocast and name in (*PRODUCTS, ATTENTION) and grad:
-            saved = (*(one.storage for one in inputs), *(one.storage for one in outs if name == ATTENTION))
-        moved = sum(one.bytes for one in (*inputs, *outs))
-        moved += sum(self.numbers.bytes_each * _elements(self.tape.shapes[one]) for one in weights)
-        back = self.backward(name, gemms, inputs, weights) if grad else ()
-        called = NAMES.get(name, name)
-        if called == ATTENTION and self.numbers.attention == FLASH_ATTENTION_2:
-            called = FLASH_ATTENTION_2
-        kernels = 0 if op["part"] else 1
-        self.tape._add(
-            Op(called, inputs, outs, saved, weights[::-1], name in PASSES_ON, name == "cat",
-               scratch_back=self.between(name, inputs, outs, weights) if grad else 0, gemms=gemms, gemms_back=back,
-               moved=moved * kernels, moved_back=2 * moved if grad else 0, kernels=kernels,
-               kernels_back=max(len(back), 1) if grad else 0, module=module)
-        )  # fmt: skip
-
-    def backward(
-        self, name: str, gemms: tuple[Gemm, ...], inputs: tuple[Value, ...], weights: tuple[str, ...]
-    ) -> tuple[Gemm, ...]:
-        if not gemms:
-            return ()
-        if name == ATTENTION:
-            first, second = gemms
-            return first, first, first, second, second
-        of_input, of_other = gemms[0].back
-        return (*([of_input] if inputs and inputs[0].needs_grad else []), of_other)
-
-    def between(self, name: str, inputs: tuple[Value, ...], outs: tuple[Value, ...], weights: tuple[str, ...]) -> int:
-        """Scratch bytes of the backward pass, by operator as in `finetune.plan.tape`."""
-        size = outs[0].bytes
-        if name == "pow":
-            return TWICE * size
-        if name == "mul":
-            return size * (bool(weights) + sum(one.needs_grad and one.bytes < size for one in inputs))
-        return size if name == "_softmax" and self.numbers.device == "cuda" else 0
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    found = 1
-    for side in shape:
-        found *= side
-    return found
+        read = inputs[:1] if name in PRODUCTS else inputs
+        floats = [one.bytes_each for one in read if one.bytes_each in (HALF_BYTES, FP32_BYTES)]
+        return max(floats, default=self.numbers.bytes_each)

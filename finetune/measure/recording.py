@@ -1,0 +1,176 @@
+"""Records operators on the meta device as autograd sees them: what each reads, makes, multiplies and saves, and how
+long Python's variables hold each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from finetune.plan.forward.traced import PRODUCTS, SOFTMAX, TURNS
+
+# Operators that create nothing: their result is the input under another shape.
+VIEWS = {"view", "_unsafe_view", "t", "unsqueeze", "squeeze", "alias", "detach", "expand", "reshape",
+         "lift_fresh", *TURNS}  # fmt: skip
+PARTS = {"slice", "select", "split", "split_with_sizes", "chunk", "unbind", "narrow"}
+# Their backward pass reads their first output (torch 2.13, tools/autograd/derivatives.yaml).
+SAVE_OUTPUT = {"relu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt", "reciprocal", SOFTMAX, "_log_softmax"}
+
+
+class Recording(TorchDispatchMode):  # type: ignore[misc]
+    """Identifies values by their Python objects, and storages by their addresses while they are alive. `kept`: values
+    of the model's output; `result`: the loss."""
+
+    def __init__(self, weights: dict[int, str]) -> None:
+        super().__init__()
+        self.weights = weights
+        self.values: Any = WeakIdKeyDictionary()  # a tensor's number
+        self.facts: list[list[int]] = []  # of each value: elements, bytes per element, storage, whether gradients flow
+        self.storages: dict[int, int] = {}  # numbers, by address
+        self.alive: dict[int, StorageWeakRef] = {}
+        self.last: list[int] = []  # of each storage: the operator before which it was last seen alive
+        self.ops: list[dict[str, Any]] = []
+        self.pending: list[int] = []
+        self.segment = 0
+        self.is_paused = False
+        self.kept: list[int] = []
+        self.result = 0
+
+    def place(self, tensor: torch.Tensor) -> int:
+        address = place_of(tensor)
+        if self.storages.get(address) not in self.alive:
+            self.storages[address] = len(self.last)
+            self.alive[len(self.last)] = StorageWeakRef(tensor.untyped_storage())
+            self.last.append(len(self.ops))
+        return self.storages[address]
+
+    def look(self) -> None:
+        """Notes which storages are alive before an operator."""
+        for number, storage in list(self.alive.items()):
+            if storage.expired():
+                del self.alive[number]
+            else:
+                self.last[number] = len(self.ops)
+
+    def number(self, tensor: torch.Tensor, grad: bool = False) -> int:
+        if tensor not in self.values:
+            self.values[tensor] = len(self.facts)
+            self.facts.append([tensor.numel(), tensor.element_size(), self.place(tensor), int(grad)])
+        return int(self.values[tensor])
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Autograd saves inputs before an operator runs, and outputs after it. It keeps none of them alive here."""
+        if place_of(tensor) in self.weights or self.is_paused:
+            return
+        place = self.place(tensor)
+        last: dict[str, Any] = self.ops[-1] if self.ops else {"name": "", "out": (), "part": False}
+        first, *others = [self.facts[one][2] for one in last["out"] if not last["part"]] or [-1]
+        is_output = place in others or (place == first and last["name"] in SAVE_OUTPUT and place not in last["saved"])
+        (last["saved"] if is_output else self.pending).append(place)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_paused:
+            return func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name == "_local_scalar_dense":
+            asked = [one["name"] for one in self.ops[-2:]]
+            return asked[-1] == "all" or asked == ["sum", "eq"]  # all is seen, no token is padding, no layer left out
+        self.look()
+        out = func(*args, **(kwargs or {}))
+        self.record(name, list(_tensors([args, kwargs or {}])), list(_tensors(out)))
+        return out
+
+    def record(self, name: str, given: list[torch.Tensor], outs: list[torch.Tensor], **more: Any) -> None:
+        names = [self.weights[place_of(one)] for one in given if place_of(one) in self.weights]
+        inputs = [one for one in given if place_of(one) not in self.weights]
+        if names and not inputs and all(place_of(one) in self.weights for one in outs):
+            return  # a weight under another shape
+        if name in VIEWS.difference(TURNS) and len(inputs) == 1 and outs[0].numel() == inputs[0].numel():
+            self.values[outs[0]] = self.number(inputs[0])
+            return
+        is_part = name in PARTS or (name in VIEWS and place_of(outs[0]) == place_of(inputs[0]) if inputs else False)
+        gemms = [_gemm(name, given)] if name in PRODUCTS else []
+        numbers = [self.number(one) for one in inputs]
+        grad = bool(names) or any(self.facts[number][3] for number in numbers)
+        made = [self.number(one, grad and one.is_floating_point()) for one in outs]
+        self.ops.append({"name": name, "in": numbers, "out": made, "saved": self.pending, "weights": names,
+                         "gemms": gemms, "segment": self.segment, "part": is_part,
+                         "inside": not torch.is_grad_enabled(), **more})  # fmt: skip
+        self.pending = []
+
+
+class _Made(torch.autograd.Function):  # type: ignore[misc]
+    """A tensor that needs a gradient if what it is made of does, and that autograd does not keep alive."""
+
+    @staticmethod
+    def forward(ctx: Any, make: Callable[[Any], Any], *given: Any) -> Any:
+        return make(given[0])
+
+
+class Fused(TorchFunctionMode):  # type: ignore[misc]
+    """Attention and dropout as one operator each, whatever they are made of on this device."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self.recording = recording
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return self.attention(*args, **(kwargs or {}))
+        if func is torch.nn.functional.dropout:
+            return self.dropout(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def one(self, name: str, given: list[Any], make: Callable[[Any], Any], **more: Any) -> Any:
+        recording = self.recording
+        recording.look()
+        recording.is_paused = True
+        out = _Made.apply(make, *given)
+        recording.is_paused, recording.pending = False, []
+        recording.record(name, given, [out], **more)
+        return out
+
+    def dropout(self, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        return self.one("dropout", [x], torch.empty_like) if p and training else x
+
+    def attention(self, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+                  is_causal: bool = False, **other: Any) -> Any:  # fmt: skip
+        rows, heads, tokens, width = query.shape
+        many = rows * heads
+        gemms = [[tokens, key.shape[-2], width, many], [tokens, value.shape[-1], key.shape[-2], many]]
+
+        def make(x: Any) -> Any:  # laid out as the queries are
+            out = x.new_empty((*x.shape[:-1], value.shape[-1]))
+            return out if x.is_contiguous() else out.transpose(1, 2).contiguous().transpose(1, 2)
+
+        given = [query, key, value, *([] if attn_mask is None else [attn_mask])]
+        laid = [name for name, one in zip("qkv", given, strict=False) if one.is_contiguous()]
+        how = {"dropout": dropout_p, "causal": is_causal, "by_head": "".join(laid)}
+        return self.one("attention", given, make, gemms=gemms, heads=how)
+
+
+def _gemm(name: str, given: list[torch.Tensor]) -> list[Any]:
+    """The sizes of a product; of a grouped one with evenly loaded experts."""
+    one, two, *_ = given[1:] if name in ("addmm", "baddbmm") else given
+    if name == "_grouped_mm":
+        return [Fraction(one.shape[0], two.shape[0]), two.shape[-1], one.shape[-1], two.shape[0]]
+    return [one.shape[-2], two.shape[-1], one.shape[-1], one.shape[0] if one.dim() == len("bmk") else 1]
+
+
+def place_of(tensor: torch.Tensor) -> int:
+    """The address of its storage."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors(found: Any) -> Iterator[torch.Tensor]:
+    if isinstance(found, torch.Tensor):
+        yield found
+    elif isinstance(found, list | tuple | dict):
+        for one in found.values() if isinstance(found, dict) else found:
+            yield from _tensors(one)
