@@ -86,9 +86,10 @@ def resolve(config: dict[str, Any], run: Context) -> dict[str, Any]:
             config[name] = "auto"
     zero = config.get("zero_optimization", {})
     if run.expert_parallel_size > 1:
-        # Without it, one all-reduce over all ranks would add up the gradients of different experts (deepspeed 0.19.8,
-        # runtime/zero/stage_1_and_2.py, average_tensor); with it, gradients cannot be divided beforehand.
-        zero["reduce_scatter"] = True
+        # Without these two, one all-reduce over all ranks would add up the gradients of different experts (deepspeed
+        # 0.19.8, runtime/zero/stage_1_and_2.py, average_tensor and buffered_reduce_fallback); with them, gradients
+        # cannot be divided beforehand.
+        zero["reduce_scatter"] = zero["contiguous_gradients"] = True
         config["prescale_gradients"] = False
     if zero.get("zero_hpz_partition_size") == "auto":
         zero["zero_hpz_partition_size"] = run.ranks_per_node

@@ -1,21 +1,21 @@
-"""The whole interface that a model implements to be trained as a pipeline by `finetune.training.pipeline`."""
+"""The whole interface that a model implements to be trained as a pipeline by `finetune.training.pipeline`, and the
+classifiers that implement it."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 if TYPE_CHECKING:
     from deepspeed.pipe import LayerSpec  # importing DeepSpeed fixes its device, which `start` must set first
-from functools import partial
-
-from transformers import PreTrainedModel
 
 SEEDS_APART = 1_000_003  # more than any model has layers, so that runs with adjacent seeds share no layer seed
 

@@ -56,8 +56,17 @@ reduce_scatter = all_gather
 
 def all_to_all(machine: Machine, size: float, group: Group) -> float:
     """Every rank sends a different N-th of its `size` bytes to each other, pair by pair (nccl-tests, PERFORMANCE.md:
-    (N - 1) / N of the bytes cross each rank's bus)."""
-    return all_gather(machine, size, group)
+    (N - 1) / N of the bytes cross each rank's bus). What leaves the node goes through the rank's own network card,
+    while the rest crosses the links of the node."""
+    if group.ranks < 2 or not size:
+        return 0.0
+    near = min(group.ranks_per_node, group.ranks)
+    parts = (machine.intra_node, near - 1), (machine.inter_node, group.ranks - near)
+    return max(
+        (peers / group.ranks * size / link.bandwidth_bytes_per_second + peers * link.latency_seconds)
+        for link, peers in parts
+        if peers
+    )
 
 
 def all_reduce(machine: Machine, size: float, group: Group) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 from finetune.errors import RequestError
 from finetune.plan.exchange import exchanges_of
 from finetune.plan.job import Job, tape_of
+from finetune.plan.values import TILED_MLP
 from finetune.run.engine import deepspeed_config_of
 from finetune.run.facts import check_offloaded, checkpoints_on_host
 from finetune.run.flags.sequence_parallel import check_heads
@@ -38,7 +39,10 @@ def of_long_texts(run: Run) -> dict[str, Any]:
 
 
 def check_shared(run: Run, job: Job) -> None:
-    """Raises RequestError for a text that ranks cannot share, or whose attention is not planned."""
+    """Raises RequestError for a text that ranks cannot share, or whose attention is not planned, and for MLPs that a
+    run does not compute in tiles (finetune.models.tiled_mlp)."""
+    if job.tiled_mlp_num_shards:
+        _check_tiles(run, job)
     size, said = job.sequence_parallel_size, run.said("sequence_parallel_size")
     if size == 1:
         return
@@ -50,3 +54,21 @@ def check_shared(run: Run, job: Job) -> None:
             f"{said}: only attention that runs as one fused kernel is planned, and this model's does not: in fp32 with "
             "grouped heads on a GPU, or with dropout on a CPU. Plan it in bf16, or without dropout."
         )
+
+
+def _check_tiles(run: Run, job: Job) -> None:
+    is_mixture = any(".experts." in tensor.name for tensor in job.model.tensors)
+    ops = [] if is_mixture else [op for segment in tape_of(job).segments for op in segment.ops]
+    places = [place for place, op in enumerate(ops) if op.name == TILED_MLP]
+    after = [(op for op in ops[place + 1 :] if op.name != "hold") for place in places]
+    why = (
+        "a part of the tokens of a mixture may not reach every expert"
+        if is_mixture
+        else f"no MLP of a {job.model.family} is known by its name"
+        if not places
+        else "its MLPs have dropout, which the backward pass would draw again"
+        if any(next(names).name == "dropout" for names in after)
+        else None
+    )
+    if why:
+        raise RequestError(f"{run.said('tiled_mlp_num_shards')}: {why}. Drop it.")

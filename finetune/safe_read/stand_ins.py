@@ -150,7 +150,8 @@ class LocalPath(Word):
     def __new__(cls, *given: Any) -> Any:
         if sys.version_info < (3, 13):
             raise RequestError(
-                f"Python {platform.python_version()} cannot open sharded checkpoints that Python 3.13 wrote. Use that."
+                "the .metadata of a sharded checkpoint holds a path as only Python 3.13 writes it, and this is Python "
+                f"{platform.python_version()}. Resume it with Python 3.13."
             )
         return super().__new__(cls, *given)
 

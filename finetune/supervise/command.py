@@ -182,15 +182,25 @@ def _refuse_layouts(recipe: Sequence[str], fewest: int, most: int, ranks: int) -
     known = recipes().get(Path(recipe[0]).stem)
     if known is None:
         return
-    for hosts in sorted({fewest, min(fewest + 1, most)}):  # two in a row tell what must divide
+
+    def wrong(hosts: int) -> RequestError | None:
         launch = Launch(world_size=hosts * ranks, local_world_size=ranks, launcher="torchrun")
         try:
-            settle_engine(resolve(known, recipe[1:], launch, is_here=False))
+            run = settle_engine(resolve(known, recipe[1:], launch, is_here=False))
         except RequestError as error:
-            raise RequestError(
-                f"--nnodes {fewest}:{most} and --nproc_per_node {ranks}: on {hosts} host(s) the run would be refused. "
-                f"Change the range or the ranks of a host, or else: {error}"
-            ) from None
+            return error
+        size = max(run.sequence_parallel_size, run.expert_parallel_size)
+        return RequestError(f"groups of {size} ranks need as many.") if hosts * ranks < size else None
+
+    tried = {hosts: wrong(hosts) for hosts in (fewest, fewest + 1, most) if hosts <= most}  # two in a row tell divisors
+    found = {hosts: error for hosts, error in tried.items() if error}
+    if len(found) == len(tried) > 1:  # wrong on any number of hosts
+        raise found[most]
+    for hosts, error in found.items():
+        raise RequestError(
+            f"--nnodes {fewest}:{most} and --nproc_per_node {ranks}: on {hosts} host(s) the run would be refused. "
+            f"Change the range or the ranks of a host, or else: {error}"
+        )
 
 
 def _options(words: Sequence[str], *names: str) -> tuple[dict[str, str | None], list[str]]:

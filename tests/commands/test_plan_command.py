@@ -236,6 +236,8 @@ def test_a_flag_takes_several_values_as_in_a_recipe(capsys: pytest.CaptureFixtur
         (["--largest_model", "--model_name_or_path", "gpt2"], "cannot be combined with --model_name_or_path"),
         (["gpt2", "--largest_model", "--recipe", "image_cls"], "searches the known models"),
         (["gpt2", "--recipe", "image_cls"], "recipes/image_cls.py does not train text models"),
+        (["Mixtral-8x7B-v0.1", "--tiled_mlp_num_shards", "4"], "a mixture may not reach every expert"),
+        (["gpt2", "--tiled_mlp_num_shards", "4"], "its MLPs have dropout"),
         (["resnet-50", "--recipe", "embedding"], "a resnet reads no text. Plan it with --recipe image_cls"),
         (
             ["--largest_model", "--block_size", "99999999"],

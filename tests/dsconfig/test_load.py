@@ -107,3 +107,12 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "big.json").write_text(" " * 100_001)
     with pytest.raises(RequestError, match="more than 100,000 bytes"):
         read(tmp_path / "big.json")
+
+
+def test_gradients_of_spread_experts_are_reduced_within_their_group() -> None:
+    """Any other way, DeepSpeed adds up those of different experts."""
+    told = {"zero_optimization": {"stage": 1, "reduce_scatter": False, "contiguous_gradients": False}}
+    config = resolve({**told, "prescale_gradients": True}, a_run(expert_parallel_size=2))
+    assert config["zero_optimization"] == {"stage": 1, "reduce_scatter": True, "contiguous_gradients": True}
+    assert config["prescale_gradients"] is False
+    assert resolve(told, a_run())["zero_optimization"] == told["zero_optimization"]

@@ -19,6 +19,7 @@ KINDS = (
     collectives.all_reduce,
     collectives.all_gather,
     collectives.reduce_scatter,
+    collectives.all_to_all,
 )
 
 
@@ -51,6 +52,13 @@ def test_a_ring_over_nodes_goes_through_all_their_network_cards() -> None:
 
 def test_one_rank_a_node_has_one_card() -> None:
     assert collectives.all_gather(QUICK, 400, Group(4, 1)) == pytest.approx(3 / 4 * 400 / 20)
+
+
+def test_an_all_to_all_over_nodes_sends_through_each_ranks_own_card() -> None:
+    """Of 8 ranks on 2 nodes, 3 peers are near and 4 far: half of the bytes leave the node at 20 B/s."""
+    assert collectives.all_to_all(QUICK, 800, Group(8, 4)) == pytest.approx(400 / 20)
+    assert collectives.all_to_all(MACHINE, 800, Group(8, 4)) == pytest.approx(400 / 20 + 4 * 10)
+    assert collectives.all_to_all(MACHINE, 800, Group(4, 4)) == pytest.approx(600 / 100 + 3)
 
 
 def test_neighbours_send_over_the_link_between_them() -> None:

@@ -253,6 +253,7 @@ def test_fifty_steps_are_the_same_on_more_ranks(
 
 def test_bf16_is_near_fp32(fifty_steps: Finished, tmp_path: Path) -> None:
     run = pipe(tmp_path / "run", {**FIFTY, "bf16": True}, stages=2, accumulation=4)
+    # 2.2% at one of fifty steps with the kernels of torch's CUDA build for Python 3.13, within 2% at all others.
     assert run.column("loss") == pytest.approx(fifty_steps.column("loss"), rel=3e-2)
     assert run.column("grad_norm")[:10] == pytest.approx(fifty_steps.column("grad_norm")[:10], rel=5e-2)
     assert {tensor.dtype for tensor in weights(run.folder).values()} == {torch.float32}

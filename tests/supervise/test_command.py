@@ -13,6 +13,7 @@ from finetune.supervise.command import read_command
 ELASTIC = "torchrun --nnodes 1:4 --nproc_per_node 8"
 RECIPE = "recipes/seq_cls.py --output_dir runs/mine"
 PIPELINE = "recipes/causal_lm_pipeline.py --pipeline_parallel_size 2"
+SPREAD = "recipes/causal_lm.py --expert_parallel_size 2 --deepspeed zero2"
 SHIPPED = REPO / "recipes" / "launch"
 
 
@@ -126,6 +127,11 @@ def test_the_module_of_torchrun_is_known_too(tmp_path: Path) -> None:
             f"torchrun --nnodes 1:2 {RECIPE} --fsdp True",
             r"on 1 host\(s\) .* shards over several",
         ),
+        (
+            f"torchrun --nnodes 1:4 {SPREAD}",
+            r"on 1 host\(s\) .* groups of 2",
+        ),
+        (f"torchrun --nnodes 1:2 {RECIPE} --lerning_rate 3", "^--lerning_rate"),
         (f"torchrun --nnodes 2:3 --nproc-per-node=1 {PIPELINE}", r"on 3 host\(s\) .* a multiple of 2"),
         (f"accelerate launch --num_machines 2 {RECIPE}", "--num_machines 2: .* Give `torchrun --nnodes 2:2"),
         (f"python -m accelerate.commands.launch --num-machines=3 {RECIPE}", "torchrun --nnodes 3:3"),

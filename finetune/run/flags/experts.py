@@ -1,4 +1,4 @@
-"""The flag of mixtures of experts, and what their router loss does not go with."""
+"""The flags of mixtures of experts, and what their router loss does not go with."""
 
 from __future__ import annotations
 

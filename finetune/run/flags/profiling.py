@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
+import netrc
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,11 +19,6 @@ from finetune.safe_read import read_json_object
 
 if TYPE_CHECKING:
     from finetune.run.run import Run
-import difflib
-import importlib.util
-import netrc
-import os
-from collections.abc import Sequence
 
 PACKAGES_OF_TRACKERS = ("tensorboard", "trackio")
 # From transformers 5.23, integrations/integration_utils.py, INTEGRATION_TO_CALLBACK; a test compares them.

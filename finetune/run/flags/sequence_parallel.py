@@ -1,4 +1,4 @@
-"""The flag of sequence parallelism, and its checks before anything is built."""
+"""The flags of long texts, sequence parallelism and tiled MLPs, and their checks before anything is built."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NOT_TILED = {
     "fsdp": "its gradients would be reduced after the first part",
     "torch_compile": "compiled tiles are untested here",
     "use_liger_kernel": "it replaces the MLPs",
-    "auto_find_batch_size": "it was not tried with it",
+    "auto_find_batch_size": "it is untested with tiles",
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -93,8 +93,10 @@ def _drop_one(run: Run, said: str, others: Mapping[str, str]) -> Iterator[str]:
 def sequence_faults_here(run: Run, deepspeed: str | None) -> Iterator[str]:
     """Further errors in a run that is to start on this machine; `deepspeed` is its config, if any."""
     said = run.said("sequence_parallel_size")
-    if run.value("tiled_mlp_num_shards") and not deepspeed:
-        tiled = run.said("tiled_mlp_num_shards")
+    tiled = run.value("tiled_mlp_num_shards") and run.said("tiled_mlp_num_shards")
+    if tiled and not run.value("do_train"):
+        yield f"{tiled}, which tiles MLPs in training, but {run.said('do_train')}. Drop it."
+    elif tiled and not deepspeed:
         yield f"{tiled}, which needs DeepSpeed, but this run does not use it. Add --deepspeed zero2, for instance."
     if run.sequence_parallel_size == 1:
         return

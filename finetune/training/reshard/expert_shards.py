@@ -14,7 +14,8 @@ from finetune.models.expert_layers import layer_names, whole_names
 from finetune.training.reshard.portable import Group, Portable, load_pickle
 
 OF_LAYOUT = ("name", "moe")  # keys of an optimizer's group that only expert parallelism has
-BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")  # lists in the state of torch's LambdaLR, one value a group
+# Lists in the state of torch's LambdaLR and transformers' GreedyLR, one value a group.
+BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "_init_lrs")
 
 
 def in_order(pieces: Sequence[Any], ranks: int) -> list[Any]:
@@ -62,12 +63,10 @@ def as_layers(portable: Portable) -> Portable:
 def regrouped(portable: Portable, groups: Sequence[Group]) -> Portable:
     """The checkpoint with its weights in the groups of the run that resumes, and the settings they were saved with."""
     saved = {name: group.settings for group in portable.groups for name in group.names}
-    missing = [name for group in groups for name in group.names if name not in saved]
-    if missing or len(saved) != sum(len(group.names) for group in groups):
-        raise RequestError(
-            f"--resume: the checkpoint does not hold the weights of this model ({(missing or ['others'])[0]}). Resume "
-            "with the flags in its recipe.yaml."
-        )
+    here = {name for group in groups for name in group.names}
+    for name in sorted(here ^ saved.keys()):
+        whose = "this model has, and the checkpoint" if name in here else "the checkpoint has, and this model"
+        raise RequestError(f"--resume: {whose} lacks, {name}. Resume with the flags in the checkpoint's recipe.yaml.")
     kept = [Group(one.names, _plain(saved[one.names[0]])) for one in groups if one.names]
     return replace(portable, groups=tuple(kept))
 

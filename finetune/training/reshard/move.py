@@ -193,7 +193,7 @@ def read_pipeline(folder: Path, own: tuple[Group, ...]) -> Portable:
     wanted = [name for group in own for name in group.names]
     if missing := sorted(set(wanted) - set(weights)):
         raise RequestError(f"--resume: {folder} has no weight {missing[0]}. Is it a checkpoint of this model?")
-    schedule = load_pickle(folder / "scheduler.pt")
+    schedule = load_pickle(folder / SCHEDULE)
     # Its groups are the Trainer's: decayed and not decayed (pipeline/engine.py).
     pairs = zip(own, schedule["_last_lr"], strict=False)
     groups = tuple(Group(group.names, {**group.settings, "lr": rate}) for group, rate in pairs)
