@@ -55,7 +55,7 @@ TILED = ("--tiled_mlp_num_shards", "4")
         (["--torch_compile", "True"], "compiled tiles are untested"),
         (["--use_liger_kernel", "True"], "it replaces the MLPs"),
         (["--fsdp", "True"], "reduced after the first part"),
-        (["--auto_find_batch_size", "True"], "was not tried"),
+        (["--auto_find_batch_size", "True"], "is untested with tiles"),
     ],
 )
 def test_a_flag_that_changes_mlps_or_their_gradients_does_not_go_with_tiles(argv: list[str], said: str) -> None:
