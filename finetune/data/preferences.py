@@ -49,7 +49,7 @@ from finetune.run.launch import Launch
 from finetune.run.recipes.preference import PreferenceDataArguments
 from finetune.safe_read.bounded import each_bounded
 
-FORMAT = 3  # raise it when what is cached changes
+FORMAT = 4  # raise it when what is cached changes
 
 
 @dataclass(frozen=True)

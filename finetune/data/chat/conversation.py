@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from finetune.data.chat.remarks import remarks_on
 from finetune.data.chat.sentinels import sentinels
@@ -47,10 +48,15 @@ def conversation(tokenizer: Any, messages: Any, tools: Any = None, learning: Lea
     learning = learning or Learning()
     turns, schemas = turns_of(messages, learning.reasoning), tools_of(tools)
     try:
-        return _encoded(tokenizer, _takeable(tokenizer, turns, schemas), schemas, learning)
+        return _encoded(tokenizer, turns, schemas, learning)
+    except TemplateSyntaxError as error:
+        raise RequestError(
+            f"line {error.lineno} of the tokenizer's chat template is not valid jinja: {error.message} Give another "
+            "with --chat_template."
+        ) from error
     except (TemplateError, TypeError) as error:
         raise RequestError(
-            f"the tokenizer's chat template rejects a conversation ({error}): {quoted(messages)}. Fix the row, or "
+            f"the chat template rejects a conversation ({error}): {quoted(messages)}. Fix the row, or "
             "give another template with --chat_template."
         ) from error
 
@@ -72,28 +78,34 @@ def template_of(tokenizer: Any, tools: Schemas) -> str:
     return str(tokenizer.get_chat_template(None, tools)) if tokenizer.chat_template else DEFAULT_TEMPLATE
 
 
-def _takeable(tokenizer: Any, turns: list[Turn], tools: Schemas) -> list[Turn]:
-    """Adds an empty text to turns with tool calls only, if the template requires a text."""
-    if all("content" in turn or "tool_calls" not in turn for turn in turns):
-        return turns
-    try:
-        rendered(tokenizer, turns, tools)
-    except (TemplateError, TypeError):
-        return [{"content": "", **turn} if "tool_calls" in turn else turn for turn in turns]
-    return turns
+def _written(tokenizer: Any, turns: list[Turn], tools: Schemas) -> Writing:
+    """Turns with tool calls only get an empty text if the template requires one."""
 
-
-def _encoded(tokenizer: Any, turns: list[Turn], tools: Schemas, learning: Learning) -> Encoded:
     def render(some: list[Turn], prompt: bool) -> str:
         return rendered(tokenizer, some, tools, prompt)
 
+    writing = Writing(render, turns, partial(marks_of, tokenizer))
+    try:
+        _ = writing.whole
+    except (TemplateError, TypeError):
+        if all("content" in turn or "tool_calls" not in turn for turn in turns):
+            raise
+        with_texts = [{"content": "", **turn} if "tool_calls" in turn else turn for turn in turns]
+        return replace(writing, turns=with_texts)
+    return writing
+
+
+def _encoded(tokenizer: Any, turns: list[Turn], tools: Schemas, learning: Learning) -> Encoded:
     if not tokenizer.is_fast:
         raise RequestError(
             f"{type(tokenizer).__name__} does not map tokens to characters, so the assistant's tokens cannot be found. "
             "Set --tokenizer_name to a folder with a tokenizer.json."
         )
-    writing = Writing(render, turns, marks_of(tokenizer))
+    writing = _written(tokenizer, turns, tools)
+    turns = writing.turns
     learns_all = learning.train_on == "all"
+    if not learns_all:
+        writing.refuse_left_out()
     spans = [] if learns_all else _spans(tokenizer, writing, tools)
     last = max((i for i, turn in enumerate(turns) if turn["role"] == ASSISTANT), default=-1)
     spans = [span for span in spans if turns[span.turn].get("weight") != 0]
@@ -104,7 +116,7 @@ def _encoded(tokenizer: Any, turns: list[Turn], tools: Schemas, learning: Learni
     learnt = [True] * len(ids) if learns_all else _learnt(encoded["offset_mapping"], spans)
     ignores_tools = bool(tools) and writing.whole == _without_tools(tokenizer, turns)
     twice = ids[:2] == [tokenizer.bos_token_id] * 2
-    remarks = remarks_on(turns, spans, writing.left_out, writing.whole, ignores_tools, twice)
+    remarks = remarks_on(turns, spans, writing.left_out, ignores_tools, twice)
     return Encoded(ids, learnt, remarks)
 
 

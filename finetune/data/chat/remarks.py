@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from finetune.data.chat.sentinels import THOUGHT, WORDS
+from finetune.data.chat.sentinels import CALL, THOUGHT
 from finetune.data.chat.spans import Span
-from finetune.data.chat.turns import ASSISTANT, ROLES, Turn, has_words
+from finetune.data.chat.turns import ASSISTANT, ROLES, RULERS, TOOLS, Turn, has_words
 from finetune.data.packing import Tokens
 
 REMARKS = {
@@ -28,6 +28,11 @@ REMARKS = {
     "--chat_template, or --reasoning strip if intended)",
     "beside": "in {n} the chat template leaves out the words next to a tool call: they are not trained on",
     "unruled": "in {n} the chat template leaves out the system message: use a --chat_template that includes it",
+    "unseen": "in {n} the chat template leaves out results of tools (turns of role "
+    + ", ".join(TOOLS)
+    + "), so answers are learned without them: use a --chat_template that writes them, or rename the role",
+    "unheard": "in {n} the chat template leaves out or cuts a turn (of the user, of an unknown role or, with "
+    "--train_on all, of the assistant): use a --chat_template that includes it",
     "untooled": "in {n} the chat template does not write `tools`: use a --chat_template that does",
 }
 ENDLESS = (
@@ -38,24 +43,32 @@ ENDLESS = (
 
 
 def remarks_on(
-    turns: Sequence[Turn], spans: Sequence[Span], left_out: set[str], whole: str, ignores_tools: bool, twice: bool
+    turns: Sequence[Turn], spans: Sequence[Span], left_out: set[tuple[int, str]], ignores_tools: bool, twice: bool
 ) -> list[int]:
-    """For each of REMARKS, whether it applies to these turns, rendered as `whole`."""
+    """For each of REMARKS, whether it applies to these turns, of which the template leaves out `left_out`."""
     roles = [turn["role"] for turn in turns]
-    spoken = [role for role in roles if role not in ("system", "developer")]
-    rules = [str(turn.get("content", "")).strip() for turn in turns if turn["role"] in ("system", "developer")]
+    spoken = [role for role in roles if role not in RULERS]
+    lost = {_remark_on(turns[i], kind) for i, kind in left_out}
     found = {
         "endless": not all(span.stops for span in spans),
         "twice": twice,
         "repeated": spoken[:1] == [ASSISTANT] or any(a == b and a in ("user", ASSISTANT) for a, b in pairwise(roles)),
         "empty": any(turn["role"] == ASSISTANT and not has_words(turn) for turn in turns),
         "unknown": not set(roles) <= set(ROLES),
-        "unthought": THOUGHT in left_out,
-        "beside": WORDS in left_out,
-        "unruled": any(rule not in whole for rule in rules),
         "untooled": ignores_tools,
     }
-    return [int(found[name]) for name in REMARKS]
+    return [int(name in lost or found.get(name, False)) for name in REMARKS]
+
+
+def _remark_on(turn: Turn, kind: str) -> str:
+    """Which of REMARKS applies if a part of this kind is left out of a turn."""
+    if turn["role"] in RULERS:
+        return "unruled"
+    if turn["role"] in TOOLS:
+        return "unseen"
+    if turn["role"] != ASSISTANT or kind == CALL:
+        return "unheard"
+    return "unthought" if kind == THOUGHT else "beside" if "tool_calls" in turn else "unheard"
 
 
 def notes_of(counts: Sequence[int], conversations: int) -> list[str]:

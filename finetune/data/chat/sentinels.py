@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from finetune.data.chat.turns import ASSISTANT, CLOSES_THOUGHT, THOUGHTS, Turn
+from finetune.data.chat.turns import ASSISTANT, CLOSES_THOUGHT, RULERS, THOUGHTS, Turn
 
 WIDTH = 6  # digits of a sentinel's number, in base 8
 DIGITS = "23456789"
 # Templates split contents here: the text between tags is a separate part, without the whitespace that templates strip.
 TAGS = re.compile(r"(</?think(?:ing)?>|\[/?THINK\])")
 WORDS, THOUGHT, CALL = "words", "thought", "call"
-ANSWERED = ("user", "tool", "function", "ipython")  # a template may move the system message anywhere
-# Whether to mark all roles, and to keep whitespace inside the marks: the first way that does not change the rendering.
+# Whether to mark all roles except the system's, whose message a template may move anywhere; and whether to keep
+# whitespace inside the marks. The first way that does not change the rendering is taken.
 WAYS = ((True, True), (True, False), (False, True), (False, False))
 
 Render = Callable[[list[Turn]], str | None]  # None if the template rejects the turns
@@ -29,10 +29,11 @@ Render = Callable[[list[Turn]], str | None]  # None if the template rejects the 
 
 @dataclass(frozen=True)
 class Part:
-    """Characters `start` to `end` of the plain rendering; both -1 if the template leaves the part out."""
+    """Characters `start` to `end` of the plain rendering; both -1 if the template leaves the part, `text`, out."""
 
     turn: int
     kind: str
+    text: str
     start: int
     end: int
 
@@ -57,10 +58,13 @@ def locate(render: Render, turns: list[Turn], whole: str) -> Located:
     found = Located((), "", False)
     for marks_all, keeps_blanks in WAYS:
         pen = _Pen(nonce, keeps_blanks)
-        roles = (ASSISTANT, *ANSWERED) if marks_all else (ASSISTANT,)
-        marked = [pen.turn(i, turn) if turn["role"] in roles else turn for i, turn in enumerate(turns)]
+        marked = [
+            pen.turn(i, turn) if turn["role"] == ASSISTANT or (marks_all and turn["role"] not in RULERS) else turn
+            for i, turn in enumerate(turns)
+        ]
         rendered = render(marked)
-        found = _read(rendered, nonce, pen.planned, whole) if rendered is not None else found
+        read = _read(rendered or "", nonce, pen.planned, whole)
+        found = read if rendered is not None else Located(read.parts, found.seen, False)
         if found.is_exact:
             break
     return found
@@ -80,7 +84,7 @@ def _number(number: int) -> str:
     return "".join(DIGITS[int(digit)] for digit in f"{number:0{WIDTH}o}")
 
 
-def _read(rendered: str, nonce: str, planned: list[tuple[int, str]], whole: str) -> Located:
+def _read(rendered: str, nonce: str, planned: list[tuple[int, str, str]], whole: str) -> Located:
     places: dict[int, list[int]] = {}
     pieces: list[str] = []
     at = length = 0
@@ -92,7 +96,7 @@ def _read(rendered: str, nonce: str, planned: list[tuple[int, str]], whole: str)
         places.setdefault(number, []).append(length)
     seen = "".join([*pieces, rendered[at:]])
     parts, is_exact, last = [], seen == whole, (-1, -1)
-    for i, (turn, kind) in enumerate(planned):
+    for i, (turn, kind, text) in enumerate(planned):
         starts, ends = places.get(2 * i, []), places.get(2 * i + 1, [])
         # A part that is cut, written twice or reordered leaves unclear who says what. Only the name of a call may occur
         # again, next to its result.
@@ -101,16 +105,17 @@ def _read(rendered: str, nonce: str, planned: list[tuple[int, str]], whole: str)
         if starts and ends:
             is_exact = is_exact and (last[0] == turn or last[1] <= starts[0])
             last = (turn, max(ends[0], last[1]))
-        parts.append(Part(turn, kind, starts[0], ends[0]) if starts and ends else Part(turn, kind, -1, -1))
+        place = (starts[0], ends[0]) if starts and ends else (-1, -1)
+        parts.append(Part(turn, kind, text, *place))
     return Located(tuple(parts), seen, is_exact)
 
 
 class _Pen:
-    """Writes sentinels in pairs, and records which part of which turn each pair encloses."""
+    """Writes sentinels in pairs, and records which part of which turn each pair encloses, with its text."""
 
     def __init__(self, nonce: str, keeps_blanks: bool) -> None:
         self.nonce, self.keeps_blanks = nonce, keeps_blanks
-        self.planned: list[tuple[int, str]] = []
+        self.planned: list[tuple[int, str, str]] = []
 
     def turn(self, number: int, turn: Turn) -> Turn:
         turn = dict(turn)
@@ -153,7 +158,7 @@ class _Pen:
             return text
         before, after = text.split(inside, 1)
         i = len(self.planned)
-        self.planned.append((number, kind))
+        self.planned.append((number, kind, text))
         return f"{before}{self._mark(2 * i)}{inside}{self._mark(2 * i + 1)}{after}"
 
     def _mark(self, number: int) -> str:

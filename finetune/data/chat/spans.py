@@ -6,13 +6,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from finetune.data.chat.sentinels import CALL, THOUGHT, WORDS, Located, Part, locate
+from finetune.data.chat.left_out import left_out
+from finetune.data.chat.sentinels import CALL, WORDS, Located, Part, locate
 from finetune.data.chat.turns import ASSISTANT, Turn, has_words, quoted
 from finetune.errors import RequestError, plain
 
@@ -21,9 +22,9 @@ SHOWN = 160  # characters of a rendering in a message
 MARK = r"<[|\uff5c][^<>\s]{1,60}[|\uff5c]>|</s>|<end_of_turn>|<eos>|<\|?im_end\|?>"
 NO_MARK = re.compile(r"</?(think(ing)?|tool_\w+|answer|tools?)>|\[/?THINK\]|\s*")
 OPENS = re.compile(r"user|system|human|start|begin|observation|\[INST|<s>|<bos>", re.IGNORECASE)  # a turn, if not "end"
+MARK_WORDS = ", or put {% generation %} marks around the assistant's words in this one"
 UNTOLD = (
-    "the tokenizer's chat template {why}. Give another template with --chat_template, or put {{% generation %}} marks "
-    "around the assistant's words in this one. It writes {whole}{other}: {quoted}."
+    "the chat template {why}. Give another template with --chat_template{mend}. It writes {whole}{other}: {quoted}."
 )
 
 Render = Callable[[list[Turn], bool], str]  # turns, and whether the prompt for an answer follows
@@ -53,8 +54,11 @@ class Writing:
 
     render: Render
     turns: list[Turn]
-    marks: re.Pattern[str]
-    left_out: set[str] = field(default_factory=set)  # kinds of parts that the template leaves out of turns it writes
+    find_marks: Callable[[], re.Pattern[str]]
+
+    @cached_property
+    def marks(self) -> re.Pattern[str]:
+        return self.find_marks()
 
     @cached_property
     def whole(self) -> str:
@@ -63,6 +67,11 @@ class Writing:
     @cached_property
     def located(self) -> Located:
         return locate(self._tried, self.turns, self.whole)
+
+    @cached_property
+    def left_out(self) -> set[tuple[int, str]]:
+        """The turn and kind of each part that the template leaves out, however the spans are found."""
+        return left_out(self.turns, self.whole, self.located)
 
     @cached_property
     def there(self) -> dict[int, list[Part]]:
@@ -79,24 +88,24 @@ class Writing:
             return []
         if not self.located.is_exact:
             return self._by_prefix()
-        self._check_left_out()
         spans: list[Span] = []
         for i in self._own:
             end, stops = self._end(i)
             spans.append(Span(i, max(self._start(i), spans[-1].end if spans else 0), end, stops))
         return spans
 
-    def _check_left_out(self) -> None:
-        """Thoughts, and words next to calls, may be left out of a turn; its only words or its calls may not."""
-        lost = {(part.turn, part.kind) for part in self.located.parts if not part.is_there}
-        for i, kind in sorted(lost):
+    def refuse_left_out(self) -> None:
+        """Raises RequestError if the template leaves out words or calls of the assistant. It may leave out thoughts,
+        and words next to calls."""
+        verb = "leaves out" if self.located.is_exact else "cuts or changes"
+        for i, kind in sorted(self.left_out):
             if self.turns[i]["role"] != ASSISTANT:
                 continue
-            calls = [part for part in self.there.get(i, ()) if part.kind == CALL]
-            if (kind == WORDS and "tool_calls" not in self.turns[i]) or (kind == CALL and not calls):
-                raise self._untold(f"leaves out the {'words' if kind == WORDS else 'tool calls'} of turn {i + 1}")
-            if kind == WORDS or (kind == THOUGHT and i == self._last):
-                self.left_out.add(kind)
+            if kind == CALL:
+                some = any(part.kind == CALL for part in self.there.get(i, ()))
+                raise self._untold(f"{verb} {'some of ' if some else ''}the tool calls of turn {i + 1}", mend="")
+            if kind == WORDS and "tool_calls" not in self.turns[i]:
+                raise self._untold(f"{verb} the words of turn {i + 1}", mend="")
 
     @cached_property
     def _last(self) -> int:
@@ -216,8 +225,12 @@ class Writing:
                 )
             added = self.whole[len(before) : len(after)]
             words = str(turn.get("content", "")).strip()
-            at = added.find(words) if words else -1
-            skips = at > 0 and added[:at].strip() and self._rendered(self.turns[:i], False) == before
+            match = re.search(re.escape(words), added, re.IGNORECASE) if words else None
+            at = match.start() if match else -1
+            has_prompt = self._rendered(self.turns[:i], False) != before
+            if not has_prompt and match is None:
+                raise self._untold(f"has no prompt for an answer, and it is unclear where turn {i + 1} starts")
+            skips = not has_prompt and added[:at].strip()
             marks = list(self.marks.finditer(added, max(at, 0) + len(words)))
             end = marks[-1].end() if marks else len(added)
             spans.append(Span(i, len(before) + (at if skips else 0), len(before) + end, bool(marks)))
@@ -235,12 +248,12 @@ class Writing:
         except (TemplateError, TypeError, RequestError):
             return None
 
-    def _untold(self, why: str) -> RequestError:
+    def _untold(self, why: str, mend: str = MARK_WORDS) -> RequestError:
         seen, whole = self.located.seen, self.whole
         at = max(0, len(_shared(seen, whole)) - SHOWN // 2)
         shown = [plain(repr(text[at : at + SHOWN])) for text in (whole, seen)]
         other = f", but with each part marked {shown[1]}" if seen != whole else ""
-        return RequestError(UNTOLD.format(why=why, whole=shown[0], other=other, quoted=quoted(self.turns)))
+        return RequestError(UNTOLD.format(why=why, mend=mend, whole=shown[0], other=other, quoted=quoted(self.turns)))
 
 
 def _shared(one: str, other: str) -> str:

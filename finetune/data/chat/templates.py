@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from jinja2 import nodes
+from jinja2.exceptions import TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from finetune.errors import RequestError, first_line, plain
+from finetune.safe_read.bounded import each_bounded
 from finetune.safe_read.files import open_plain
 
 FOLDER = Path(__file__).parent / "templates"
@@ -29,7 +36,7 @@ def shipped() -> dict[str, str]:
 
 
 def read_template(given: str) -> str:
-    """The template that --chat_template names. Raises RequestError if there is none."""
+    """The template that --chat_template names. Raises RequestError if there is none, or if it is not valid jinja."""
     if given in (known := shipped()):
         return known[given]
     path, name = Path(given).expanduser(), f"--chat_template {given}"
@@ -40,9 +47,35 @@ def read_template(given: str) -> str:
     if len(content) > MOST_BYTES:
         raise RequestError(f"{name}: the file has more than {MOST_BYTES:,} bytes, which no template needs.")
     try:
-        return content.decode("utf-8")
+        template = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"{name}: is not UTF-8 text ({plain(first_line(error))}). Give a jinja file.") from error
+
+    def compile_template(text: str) -> None:
+        try:
+            _environment().compile(text)
+        except TemplateSyntaxError as fault:
+            raise RequestError(
+                f"{name}: line {fault.lineno} is not valid jinja: {plain(first_line(fault))} Fix the file."
+            ) from fault
+
+    each_bounded(compile_template, [template], name)
+    return template
+
+
+class _Generation(Extension):
+    """Accepts the marks {% generation %}, as transformers does."""
+
+    tags = {"generation"}  # noqa: RUF012  (as the base class has it)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Like transformers' (utils/chat_template_utils.py, _cached_compile_jinja_template), for compiling alone."""
+    return ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
 
 
 def is_ours(template: Any) -> bool:

@@ -9,7 +9,9 @@ from finetune.errors import RequestError
 
 QUOTED_CHARACTERS = 200
 ASSISTANT = "assistant"
-ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython")
+RULERS = ("system", "developer")
+TOOLS = ("tool", "function", "ipython")  # whose turns are results of calls
+ROLES = (*RULERS, "user", ASSISTANT, *TOOLS)
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # as transformers reads them (utils/chat_template_utils.py)
 CLOSES_THOUGHT = "</think>"
 
