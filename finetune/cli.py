@@ -147,8 +147,8 @@ def _recipe_options(command: argparse.ArgumentParser) -> None:
 
 def _plan_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("target", nargs="?", metavar="YAML|FOLDER|NAME", help="a recipe's YAML; a model's folder or config.json; or a "
-        "known model's name, such as gpt2")  # fmt: skip
+    add("target", nargs="?", metavar="YAML|FOLDER|NAME", help="a recipe or its YAML; a model's folder or config.json; "
+        "or a known model's name, such as gpt2")  # fmt: skip
     add("--gpu", default="cpu", metavar="NAME|FILE", help="such as H100-80GB, or a profile that --calibrate wrote "
         "(default: cpu)")  # fmt: skip
     add("--nodes", type=int, metavar="N", help="machines (default 1)")
@@ -173,7 +173,7 @@ def _plan_options(command: argparse.ArgumentParser) -> None:
     add("--estimator", action="store_true", help="print DeepSpeed's own memory estimates beside the plan")
     add("--verify", action="store_true", help="run the plan on this machine, and print planned and measured values")
     add("--calibrate", metavar="FILE", help="measure this machine and write a profile for --gpu; takes two minutes")
-    add("--ranks", type=int, default=2, metavar="N", help="processes that --calibrate measures with (default 2)")
+    add("--ranks", type=int, metavar="N", help="processes that --calibrate measures with (default 2)")
     from finetune.run.choose import recipes
 
     every = [flag for recipe in recipes().values() for flag in recipe.flags.values()]

@@ -19,6 +19,7 @@ from finetune.plan.job import Job
 from finetune.plan.largest import Answer
 from finetune.plan.machine import Machine, find_machine
 from finetune.plan.mends import ways_out
+from finetune.plan.named import refuse_size
 from finetune.plan.notes import notes as notes_of
 from finetune.plan.plan import Plan, plan
 from finetune.plan.questions import BATCH, DEADLINE, LONGEST, MODEL, OPEN
@@ -40,7 +41,9 @@ def run(asked: argparse.Namespace) -> int:
         from finetune.measure.calibrate import calibrate
 
         disk = asked.flags.get("nvme_path")
-        calibrate(Path(asked.calibrate), asked.ranks, nvme_path=Path(disk[0]) if disk else None)
+        calibrate(
+            Path(asked.calibrate), 2 if asked.ranks is None else asked.ranks, nvme_path=Path(disk[0]) if disk else None
+        )
         return 0
     outcome = plan_of(asked)
     found = outcome.plan
@@ -87,9 +90,13 @@ class Outcome:
 def plan_of(asked: argparse.Namespace) -> Outcome:
     """The plan of what the flags ask for. Raises RequestError."""
     question = next((name for name in OPEN if getattr(asked, name)), None)
+    if asked.target in recipes() and not Path(asked.target).exists():
+        if asked.recipe not in (None, asked.target):
+            raise RequestError(f"{asked.target} and --recipe {asked.recipe} are both a recipe. Keep one.")
+        asked = argparse.Namespace(**{**vars(asked), "recipe": asked.target, "target": None})
     if not asked.target and not asked.recipe and not asked.flags and question != MODEL:
         raise RequestError(
-            "nothing to plan. Give a recipe's YAML, a model's folder or config.json, or a known name such as gpt2."
+            "nothing to plan. Give a recipe or its YAML, a model's folder or config.json, or a known name such as gpt2."
         )
     _check(asked, question)
     machine = _machine(asked.gpu)
@@ -138,6 +145,10 @@ def _known_models(asked: argparse.Namespace, planned: Run, machine: Machine) -> 
 def _check(asked: argparse.Namespace, question: str | None) -> None:
     """Raises RequestError for options that contradict each other, before anything is planned."""
     questions.check_asked(asked, question)
+    if asked.ranks is not None:
+        raise RequestError(
+            f"--ranks is {asked.ranks}, but it is for --calibrate. --gpus_per_node sets the ranks of a plan."
+        )
     if asked.target and "model_name_or_path" in asked.flags and not is_recipes_yaml(asked.target):
         raise RequestError(f"{asked.target} and --model_name_or_path are both a model. Keep one.")
     if asked.target and "config" in asked.flags and is_recipes_yaml(asked.target):
@@ -199,7 +210,7 @@ def _described(asked: argparse.Namespace, machine: Machine) -> tuple[Run, list[s
     if not asked.target:
         return described(argv, launch, asked.recipe)
     if not is_recipes_yaml(asked.target):
-        _refuse_other_names(asked.target)
+        refuse_size(asked.target)
         return described([*argv, "--model_name_or_path", asked.target], launch, asked.recipe)
     run, notes = described(["--config", asked.target, *argv], launch, asked.recipe)
     if Path(asked.target).name == RUN_RECORD and not any(
@@ -207,17 +218,6 @@ def _described(asked: argparse.Namespace, machine: Machine) -> tuple[Run, list[s
     ):
         run = with_kept_model(run, Path(asked.target).parent)
     return run, notes
-
-
-def _refuse_other_names(target: str) -> None:
-    """Raises RequestError for the name of a recipe, or of a --model_size."""
-    if Path(target).exists():
-        return
-    if target in recipes():
-        raise RequestError(f"{target} is a recipe, not a model: --recipe {target} plans it.")
-    of_size = [name for name, one in recipes().items() if target in one.flags["model_size"].choices]
-    if of_size:
-        raise RequestError(f"{target} is a size, not a model: --recipe {of_size[0]} --model_size {target} plans it.")
 
 
 def _say(asked: argparse.Namespace, outcome: Outcome, layouts: Found | None) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError
+from finetune.run.choose import recipes
 from finetune.run.sizes import GPTLITE_SIZES, MOE_TYPE, causal_shape
 
 TABLE = Path(__file__).resolve().parent / "models.json"
@@ -77,6 +78,13 @@ def find_model_config(given: str) -> dict[str, Any]:
 def model_names() -> list[str]:
     """By family, from small to large."""
     return list(_table())
+
+
+def refuse_size(given: str) -> None:
+    """Raises RequestError for the name of a --model_size."""
+    of_size = [name for name, one in recipes().items() if given in one.flags["model_size"].choices]
+    if of_size and not Path(given).exists():
+        raise RequestError(f"{given} is a size, not a model: --recipe {of_size[0]} --model_size {given} plans it.")
 
 
 def scratch_config(shape: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:

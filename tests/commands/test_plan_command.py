@@ -125,7 +125,8 @@ def test_a_flag_takes_several_values_as_in_a_recipe(capsys: pytest.CaptureFixtur
         ([], "nothing to plan"),
         (["gpt3"], "no model is known by this name"),
         (["moe-tiny"], "--recipe causal_lm --model_size moe-tiny"),
-        (["seq_cls"], "--recipe seq_cls"),
+        (["seq_cls", "--recipe", "causal_lm"], "are both a recipe"),
+        (["gpt2", "--ranks", "1"], "--ranks is 1, but it is for --calibrate. --gpus_per_node sets"),
         (["gpt2", "--gpu", "H200-80GB"], "H200"),
         (["gpt2", "--nodes", "0"], "--nodes is 0"),
         (["gpt2", "--nodes", "100000"], "Mistyped"),
@@ -577,6 +578,23 @@ def test_what_cannot_be_sharded_is_neither_planned_nor_proposed(flag: str, capsy
     layouts = {one["layout"] for one in planned(capsys, *words)["layouts"]}
     assert {"none", "zero1", "zero2"} <= layouts
     assert not any("zero3" in layout for layout in layouts)
+
+
+def test_a_recipe_is_planned_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model_name_or_path", "gpt2", *ONE_CARD, "--no_search")
+    assert planned(capsys, "seq_cls", *words) == planned(capsys, "--recipe", "seq_cls", *words)
+    assert planned(capsys, "image_cls", "--no_search")["job"]["model"] == "resnet"
+
+
+def test_an_adapter_whose_base_is_not_there_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "models/gone"}))
+    assert main(["plan", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert (
+        f"{tmp_path}, an adapter of models/gone: there is no such folder, and no model is known by this name." in said
+    )
+    assert "as base_model_name_or_path" in said
+    assert "Known models" not in said
 
 
 def test_an_adapters_folder_is_planned_on_its_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
