@@ -99,13 +99,13 @@ def job_of(
         device=_device(machine),
         dtype=base_dtype(run, flags["bf16"]),
         saves_beside_from=_saves_beside_from(run),
+        merges_adapter=bool(lora and run.value("merge_adapter")),
         **of_long_texts(run),
         **_teacher(run, flags["bf16"], params_per_layer, notes),
         **({"eval_batch": eval_batch_of(run)} | _preferences(run, model, flags["bf16"], notes)),
     )
     if not asked:
-        notes += [IN_HALF] if job.trains_half else []
-        return replace(job, optimizer=optimizer_of(run.value("optim"), None)), None, notes
+        return replace(job, optimizer=optimizer_of(run.value("optim"), None)), None, notes + [IN_HALF] * job.trains_half
     loaded = load_deepspeed(run, asked, context_of(run, flags, has_cuda=job.device == "cuda", is_here=False))
     if Config(loaded.config).is_on("bf16.bf16_master_weights_and_grads"):
         notes.append("bf16_master_weights_and_grads: masters and states are counted in fp32; the run takes less")

@@ -52,6 +52,7 @@ class Job:
     teacher: Model | None = None  # a frozen second model, run in each micro-batch
     teacher_dtype: str = "float32"  # likewise
     saves_beside_from: int | None = None  # the least bytes of a checkpoint that is saved asynchronously; None: none is
+    merges_adapter: bool = False  # at the end of the run, into a copy of the model in fp32 on the host
     reference: str = ""  # what `teacher` is in preferences: SECOND, a separate model; OWN_BASE, this model's base
     texts: int = 1
     baseline: bool = False

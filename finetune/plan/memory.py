@@ -64,12 +64,12 @@ def plan_memory(job: Job, machine: Machine, rank: int = 0, bounds: Sequence[int]
     """The memory of one rank, or of that stage of the first pipeline, in any step but the first, which creates the
     optimizer states. `bounds`: the stages' layers, if they are known."""
     device = Ledger()
-    host = device if job.device == "cpu" else Ledger()
+    host, tied = device if job.device == "cpu" else Ledger(), set[Tensor]()
     if job.engine == PIPELINE:
         cut = bounds or stage_bounds(job, machine)
-        tape = tape_of(job, Part(cut[rank], cut[rank + 1]))
-        used = {name for op in tape.ops for name in op.weights}
-        tensors = tuple(tensor for tensor in job.model.tensors if tensor.name in used)
+        part = Part(cut[rank], cut[rank + 1])
+        tape, tensors = tape_of(job, part), _used(job, part)
+        tied = {*tensors} & {*_used(job, Part(0, cut[1]))} if rank else tied
         layout = _layout(job, tensors, 0, host)
     else:
         tape = tape_of(job)
@@ -104,9 +104,15 @@ def plan_memory(job: Job, machine: Machine, rank: int = 0, bounds: Sequence[int]
     device.mark("step")
     if job.eval_batch and job.engine != PIPELINE:
         _evaluate(job, layout, device)
-    saved = _save(job, layout, device)
+    saved = _save(job, layout, device, tied)
     away = {} if host is device else dict(host.live)
     return RankMemory(rank, resident, device.peaks, away, tuple(device.timeline), 0 if host is device else saved)
+
+
+def _used(job: Job, part: Part) -> tuple[Tensor, ...]:
+    """The weights of a pipeline's stage."""
+    used = {name for op in tape_of(job, part).ops for name in op.weights}
+    return tuple(tensor for tensor in job.model.tensors if tensor.name in used)
 
 
 class _Still(Sizes):
@@ -140,15 +146,26 @@ def _evaluate(job: Job, layout: Resident, device: Ledger) -> None:
     device.give(BATCH, size)
 
 
-def _save(job: Job, layout: Resident, device: Ledger) -> int:
+def _save(job: Job, layout: Resident, device: Ledger, tied: set[Tensor]) -> int:
     """Bytes on the host of the rank that writes the weights. ZeRO-3 gathers them module by module on all ranks
     (deepspeed 0.19.8, runtime/engine.py, _zero3_consolidated_16bit_state_dict); the others write what they hold."""
     device.phase = "saving"
-    weights = layout.weights.bytes
     if isinstance(layout, Zero3):
         largest = max(sum(layout.elements[name] for name in names) for names in layout.modules.values())
         device.passing(GATHERED, 2 * largest * layout.weights.bytes_each, "the largest module")
-    return weights if layout.rank == 0 else 0
+    return _saved_bytes(job, layout.weights, tied, isinstance(layout, Zero3)) if layout.rank == 0 else 0
+
+
+def _saved_bytes(job: Job, weights: Weights, tied: set[Tensor], gathers: bool) -> int:
+    """A pipeline's stages write fp32, without weights `tied` to the first (finetune/training/pipeline/checkpoint.py,
+    whole_weights); --merge_adapter also writes fp32, at the end (finetune/models/adapters.py, write_merged). Of a model
+    with an adapter, the Trainer alone and ZeRO-3 copy only what is trained; other engines copy all weights before peft
+    selects these (transformers 5.23, Trainer.save_model; accelerate 1.15, accelerator.py, get_state_dict)."""
+    if job.engine == PIPELINE or job.merges_adapter:
+        return FP32_BYTES * (weights.elements - sum(tensor.elements for tensor in tied))
+    if job.model.lora is not None and (job.engine == TRAINER or gathers):
+        return weights.trained_elements * weights.bytes_each
+    return weights.bytes
 
 
 def _step(job: Job, tape: Tape, layout: Resident, device: Ledger) -> None:

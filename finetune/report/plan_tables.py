@@ -71,7 +71,8 @@ def _show_layouts(console: Console, plan: Plan, found: Found) -> None:
     if found.failing:
         _say(console, "\nThese do not fit, at the smallest batch that was considered:", "bold")
         for one in found.failing:
-            _say(console, f"  {one.words}: {one.why_not}")
+            more = "" if one.plan.job.checkpoint_interval else ", without checkpointing"
+            _say(console, f"  {one.words}{more}: {one.why_not}")
 
 
 def _say(console: Console, text: str, style: str | None = None) -> None:

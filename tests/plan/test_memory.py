@@ -170,6 +170,24 @@ def test_saving_under_zero3_gathers_the_largest_module_and_the_whole_on_the_host
     assert (first.saving_host_bytes, last.saving_host_bytes) == (4 * base.model.parameters, 0)
 
 
+@pytest.mark.parametrize(
+    ("flags", "is_whole"),
+    [("", False), ("--deepspeed zero3", False), ("--deepspeed zero2", True), ("--merge_adapter True", True)],
+)
+def test_of_a_lora_run_only_the_adapter_is_saved_unless_the_engine_copies_all(flags: str, is_whole: bool) -> None:
+    asked = f"--model_name_or_path gpt2 --use_peft True --lora_r 4 --block_size 64 --bf16 False {flags}".split()
+    found = job_of(resolve(CAUSAL_LM, asked, Launch()), V100)[0]
+    counted = [tensor.elements for tensor in found.model.tensors if is_whole or tensor.trains]
+    each = 4 if found.precision == "fp32" else 2
+    assert plan_memory(found, V100).saving_host_bytes == each * sum(counted)
+
+
+def test_a_pipeline_saves_fp32_in_any_precision() -> None:
+    base = replace(job("gptlite-small", 1, 1, 64), engine=PIPELINE, stages=4, accumulation=4, precision="bf16")
+    saved = [plan_memory(base, V100, stage).saving_host_bytes for stage in range(4)]
+    assert sum(saved) == 4 * base.model.parameters
+
+
 def test_a_node_holds_what_its_ranks_have_and_one_copy_of_the_weights_that_are_saved() -> None:
     """Rank 0 alone gathers: a host of 1.1 times the weights has room, though an eighth of it is less than they are."""
     base = job("gpt2", 3, 2, 64)

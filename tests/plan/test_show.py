@@ -102,7 +102,7 @@ def test_no_line_is_wider_than_the_terminal_and_no_figure_is_cut_off(name: str, 
     for candidate in found.fitting if found else ():
         assert re.search(rf"\b{candidate.layout} .*{number(candidate.samples_per_second)}", text)
     for candidate in found.failing if found else ():
-        assert f"{candidate.words}: {candidate.why_not}" in text.replace("\n", " ")
+        assert f"{candidate.words}, without checkpointing: {candidate.why_not}" in text.replace("\n", " ")
 
 
 def test_memory_has_a_row_for_each_kind_and_a_column_for_each_moment() -> None:
@@ -140,6 +140,10 @@ def test_what_does_not_fit_says_how_much_is_too_much_and_what_would_help() -> No
     too_much = 203.375 - one.limit_bytes / GIB
     assert f"It does not fit: 203.38 of {gib(one.limit_bytes)} GiB at the peak, {too_much:.2f} GiB too much." in text
     assert "fits with activation checkpointing every layer: 13.38 GiB" in text
+
+
+def test_a_layout_that_does_not_fit_is_told_from_the_one_that_does() -> None:
+    assert "none, micro-batch 1, without checkpointing: needs 93.38" in printed(100, BEST.plan, FOUND)
 
 
 def test_parts_of_a_step_sum_up_to_it() -> None:
