@@ -44,6 +44,12 @@ def test_the_readme_has_commands_for_every_launcher() -> None:
     assert {command.split()[0] for command in found} >= {"python", "deepspeed", "torchrun", "accelerate", "finetune"}
 
 
+def test_commands_of_lora_do_not_train_at_the_rate_of_full_fine_tuning() -> None:
+    of_lora = [command for command in to_run() if "causal_lm.py" in command and "--use_peft" in command]
+    assert of_lora
+    assert all("--learning_rate" in command for command in of_lora)
+
+
 def run(command: str, cwd: Path = REPO) -> tuple[int, str]:
     return run_to_its_end(["bash", "-c", command], {"HF_HUB_OFFLINE": "1"}, cwd)
 
