@@ -1,6 +1,7 @@
 """The exceptions, as a small tree. A recipe or the command line exits with the class's `exit_status`."""
 
 import errno
+from collections.abc import Sequence
 
 INTERRUPTED = 130  # exit status after Ctrl-C: 128 + SIGINT, the shells' convention
 JOINERS = "\u200c\u200d"  # used within words of Persian and Hindi, and in emoji
@@ -60,6 +61,12 @@ def plain(text: str, instead: str = "?") -> str:
     return "".join(
         letter if letter.isprintable() or letter in JOINERS else " " if letter.isspace() else instead for letter in text
     )
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """ "a, b and 3 more": the first `most` of the names; "nothing" if there are none."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more or "nothing"
 
 
 def disk_is_full(error: BaseException) -> bool:

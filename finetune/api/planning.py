@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.api.html import block, table_of
-from finetune.api.words import words_of
+from finetune.api.words import from_python, words_of
 from finetune.cli import parser
 from finetune.commands.plan import Outcome, as_json, layouts_of, plan_of
 from finetune.plan.mends import ways_out
@@ -60,6 +60,7 @@ class Planned:
         return block(headline(self.plan), lines, *tables)
 
 
+@from_python()
 def plan(
     target: str | Path | None = None,
     *,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.api.run import LoadedRun, load_run
-from finetune.api.words import words_of
+from finetune.api.words import from_python, words_of
 from finetune.cli import parser
 from finetune.commands.recipe import find
 from finetune.commands.train import started_by
@@ -34,6 +34,7 @@ ERROR_LINE = re.compile(r"(?:\[rank \d+\] )?error: (.*)")
 KINDS: dict[int, type[FinetuneError]] = {one.exit_status: one for one in (RequestError, InterruptedRunError)}
 
 
+@from_python()
 def train(recipe: str, *, ranks: int | None = None, **flags: Any) -> LoadedRun:
     """Run a recipe, such as "seq_cls", with its flags as keyword arguments, and load the result: train("seq_cls",
     train_file="reviews.csv", num_train_epochs=1). `ranks` starts several processes on this machine: one per GPU, or CPU

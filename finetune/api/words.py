@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+from finetune.errors import RequestError
 from finetune.run.choose import recipes
+from finetune.run.parse import COMMAND_LINE
+
+
+@contextmanager
+def from_python() -> Iterator[None]:
+    """Request errors name an argument as the source of a value, instead of the command line."""
+    try:
+        yield
+    except RequestError as error:
+        error.args = (str(error).replace(f"({COMMAND_LINE})", "(an argument)"),)
+        raise
 
 
 def words_of(flags: Mapping[str, Any]) -> list[str]:

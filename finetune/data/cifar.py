@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from finetune.errors import RequestError, first_line
+from finetune.errors import RequestError, first_line, listed
 from finetune.safe_read import read_bytes
 
 NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -40,7 +40,7 @@ def read_cifar(folder: Path) -> dict[str, Batch]:
                 split: _joined([read(folder / f"{name}{suffix}") for name in names])
                 for split, names in (("train", TRAIN), ("test", TEST))
             }
-    there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+    there = listed(sorted(path.name for path in folder.iterdir()))
     raise RequestError(
         f"--cifar_dir {folder}: has neither data_batch_1 nor data_batch_1.bin; it holds {there}. Give the folder "
         "cifar-10-batches-py or cifar-10-batches-bin."

@@ -19,7 +19,7 @@ from finetune.data import cifar
 from finetune.data.columns import HIDDEN_LABEL, label_text, said_columns
 from finetune.data.files import open_hub
 from finetune.data.tables import SPLITS
-from finetune.errors import RequestError, first_line
+from finetune.errors import RequestError, first_line, listed
 from finetune.run.flags.images import ImageArguments
 from finetune.safe_read import is_plain_file
 from finetune.safe_read.files import walk
@@ -165,13 +165,13 @@ def _look_into(folder: Path, split: str) -> tuple[RawSplit, int, list[str]]:
         return loose_split, len(loose) - len(bare), hidden
     pictures = [file for files in classes.values() for file in files]
     if not pictures:
-        there = ", ".join(display(name) for name in (*classes, *loose)[:8]) or "nothing"
+        there = listed([display(name) for name in (*classes, *loose)])
         raise RequestError(
             f"{flag}: has no subfolder with pictures ({', '.join(SUFFIXES)}); it holds {there}. Put the pictures of "
             "each class into a subfolder with its name."
         )
     if empty := [display(name) for name, files in classes.items() if not files]:
-        raise RequestError(f"{flag}: has no picture in {', '.join(empty[:8])}. Fill them or remove them.")
+        raise RequestError(f"{flag}: has no picture in {listed(empty)}. Fill them or remove them.")
     labels = [display(name) for name, files in classes.items() for _ in files]
     others = len(loose) + sum(len(every[name]) for name in classes) - len(pictures)
     return RawSplit(pictures, [display(os.path.relpath(file, folder)) for file in pictures], labels), others, hidden

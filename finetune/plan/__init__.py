@@ -15,6 +15,13 @@ class _Plan(ModuleType):
         return planning.plan(*args, **kwargs)
 
     @property
+    def __doc__(self) -> str:  # type: ignore[override]
+        """For `help`, which shows a module's docstring: the function, with its arguments."""
+        from finetune.api import planning
+
+        return f"plan{self.__signature__}\n\n{planning.plan.__doc__}"
+
+    @property
     def __signature__(self) -> Any:
         """For `help` and a notebook's completion."""
         import inspect

@@ -95,6 +95,7 @@ MEANINGS: dict[str, tuple[str, ...]] = {
     "topk_ratio": (": top-k was removed: --ddp_comm_hook powersgd sends less and loses less",),
     "train_batch_size": ("per_device_train_batch_size",),
     "train_data": ("train_file", "train_dir"),
+    "use_lora": ("use_peft",),
     "val_file": ("validation_file", "validation_dir"),
     "val_max_target_length": (": --max_target_length truncates all targets, held-out ones too",),
     "valid_file": ("validation_file", "validation_dir"),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.dsconfig.context import NVME_FOLDER
-from finetune.errors import RequestError, first_line
+from finetune.errors import RequestError, first_line, listed
 from finetune.run.files import LOCK, REPLACED, RUN_RECORD, STATE_FILE, SUPERVISION
 from finetune.run.flag import FILE, FOLDER, METRIC, NAME_OR_PATH, TEMPLATE
 from finetune.run.meanings import nearest
@@ -31,8 +31,19 @@ def missing_inputs(run: Any) -> Iterator[str]:
     """The missing inputs of the run, each with what is there instead."""
     for flag in run.recipe.flags.values():
         if flag.path in KINDS:
-            faults = filter(None, map(KINDS[flag.path], named_in(run.value(flag.name))))
+            found = ((one, KINDS[flag.path](one)) for one in named_in(run.value(flag.name)))
+            faults = ((flag.path == FILE and _as_list(one, flag.many)) or fault for one, fault in found if fault)
             yield from (f"{run.said(flag.name)}, but {fault}" for fault in islice(faults, SHOWN))
+
+
+def _as_list(name: str, many: bool) -> str | None:
+    """What is wrong with several files or a weight in one word; None if there are no such files."""
+    files, (path, _, weight) = name.split(","), name.rpartition(":")
+    if len(files) > 1 and all(Path(path_of(one)).expanduser().exists() for one in files):
+        return f"it is several files. {'Separate them by spaces' if many else 'This recipe takes one'}."
+    if many and path and Path(path).expanduser().exists():
+        return f"{weight!r} after the colon is not a weight. Give a number, as in {path}:0.7, or drop it."
+    return None
 
 
 def named_in(value: Any) -> list[str]:
@@ -118,9 +129,9 @@ def _there(missing: Path) -> str:
     if not os.path.isdir(folder):
         return f" There is no folder {folder} either." + _like(folder)
     names = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir() if not path.name.startswith("."))
-    near = [name for name in names if name.endswith((*TABLES, "/", ".yaml"))][:SHOWN]
-    shown = str(folder).rstrip("/")
-    return _like(missing) + (f" {shown}/ holds {', '.join(near)}." if near else f" {shown}/ holds no table or folder.")
+    near = [name for name in names if name.endswith((*TABLES, "/", ".yaml"))]
+    there = listed(near, SHOWN) if near else "no table or folder"
+    return f"{_like(missing)} {str(folder).rstrip('/')}/ holds {there}."
 
 
 def _like(missing: Path) -> str:
@@ -131,6 +142,7 @@ def _like(missing: Path) -> str:
 
 
 START_ANEW = "To start over, replace --resume with --overwrite_output_dir True."
+FIRST_START = "--resume allow starts the run if there is none. To start over, give --overwrite_output_dir True instead."
 NOT_A_RUNS = ("lost+found", LOCK, SUPERVISION)  # may be there before a run's first start
 RESUMES = "Give one, auto, or allow."
 
@@ -147,7 +159,7 @@ def missing_checkpoint(run: Run) -> list[str]:
         )
     folder = Path(run.value("output_dir")).expanduser()
     found = any(folder.glob("checkpoint-*")) or any(folder.glob(f"{REPLACED}checkpoint-*"))
-    return [] if found else [f"{run.said('resume')}: {folder} holds no checkpoint. {START_ANEW}"]
+    return [] if found else [f"{run.said('resume')}: {folder} holds no checkpoint. {FIRST_START}"]
 
 
 def check_output_dir(run: Run) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import pydoc
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,8 @@ def test_plan_is_callable_whatever_was_imported_before() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPO)
     assert done.stdout.split() == ["True", "finetune.plan.search", "False"]
     assert "gpus_per_node" in inspect.signature(plan).parameters
+    assert "gpus_per_node" in pydoc.render_doc(plan)
+    assert "Raises RequestError" in pydoc.render_doc(plan)
 
 
 def test_a_plan_is_that_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,6 +88,8 @@ def test_a_plan_shows_itself_with_its_layouts() -> None:
         ({"target": "causal_lm", "learning_rat": 1}, "Did you mean --learning_rate"),
         ({"target": "gpt2", "gpu": "A1OO-80GB"}, "Did you mean A100-80GB"),
         ({"target": "gpt2", "model": "gpt2"}, "Keep one"),
+        ({"target": "gpt2", "ranks": 1}, "--gpus_per_node sets the ranks"),
+        ({"target": "gpt2", "bf16": "maybe"}, r"--bf16 is 'maybe' \(an argument\)"),
         ({}, "nothing to plan"),
     ],
 )

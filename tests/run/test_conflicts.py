@@ -60,7 +60,7 @@ EVERY_4 = "--save_strategy steps --eval_strategy steps --eval_steps 4"
         (SEQ_CLS, "--warmup_steps=-1", "--warmup_steps is -1.0 .*0 or more"),
         (SEQ_CLS, "--validation_fraction 7", "--validation_fraction is 7.0 .*less than 1"),
         (SEQ_CLS, "--resume /nowhere/checkpoint-4", "--resume is '/nowhere/checkpoint-4' .*trainer_state.json"),
-        (SEQ_CLS, "--resume auto --output_dir /nowhere/run", "holds no checkpoint.*--overwrite_output_dir True"),
+        (SEQ_CLS, "--resume auto --output_dir /nowhere/run", "holds no checkpoint.*--resume allow starts"),
         (
             SEQ_CLS,
             "--load_best_model_at_end --save_strategy steps",
@@ -114,6 +114,7 @@ EVERY_4 = "--save_strategy steps --eval_strategy steps --eval_steps 4"
         (CAUSAL_LM, "--streaming --max_steps 3 --train_file a --teacher t --teacher_top_k 4", "is not read ahead"),
         (CAUSAL_LM, "--streaming --max_steps 3 --train_file a", "--tokenizer is 'char' .*Give --tokenizer byte"),
         (CAUSAL_LM, "--use_peft True", "Give --model_name_or_path"),
+        (CAUSAL_LM, "--use_lora True", r"Did you mean --use_peft\?"),
         (CAUSAL_LM, "--merge_adapter True", "Add --use_peft True"),
         (CAUSAL_LM, "--use_peft True --model_name_or_path m --lora_r 0", "--lora_r is 0 .*1 or more"),
         (CAUSAL_LM, "--use_peft True --model_name_or_path m --resize_embeddings True", "Drop one of them"),
@@ -294,6 +295,23 @@ def test_a_shipped_yaml_is_taken_by_its_name_too(name: str, tmp_path: Path, monk
     run = resolve(CAUSAL_LM, ["--config", name, "--model_name_or_path", "gpt2"], Launch())
     assert run.value("activation_checkpoint_interval") == 1
     assert list(missing_inputs(run)) == []
+
+
+def test_files_and_weights_in_one_word_are_told_apart_from_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = [f"{index}.jsonl" for index in range(10)]
+    for name in names:
+        (tmp_path / name).touch()
+    for recipe, given, said in (
+        (CAUSAL_LM, "1.jsonl,2.jsonl", "it is several files. Separate them by spaces."),
+        (SEQ_CLS, "1.jsonl,2.jsonl", "it is several files. This recipe takes one."),
+        (CAUSAL_LM, "1.jsonl:abc", "'abc' after the colon is not a weight. Give a number, as in 1.jsonl:0.7"),
+        (CAUSAL_LM, "other.csv", f"there is no such file. ./ holds {', '.join(names[:8])} and 2 more."),
+    ):
+        (fault,) = missing_inputs(resolve(recipe, ["--train_file", given], Launch()))
+        assert said in fault
 
 
 def test_a_mistyped_path_is_told_what_is_like_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

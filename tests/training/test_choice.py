@@ -115,7 +115,7 @@ def test_where_none_verifies_nothing_is_started_anew(run: Path) -> None:
 def test_where_there_is_none_allow_starts_and_auto_does_not(tmp_path: Path) -> None:
     (tmp_path / "unfinished-checkpoint-4/checkpoint-4").mkdir(parents=True)
     assert chosen(tmp_path, "allow") == Chosen(None)
-    with pytest.raises(RequestError, match=r"holds no checkpoint\. To start"):
+    with pytest.raises(RequestError, match=r"holds no checkpoint\. --resume allow starts"):
         chosen(tmp_path, "auto")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from finetune.errors import FinetuneError, NothingToDoError, RequestError
 from finetune.run.files import IDENTITY, LAST_WRITTEN, REPLACED, STATE_FILE
-from finetune.run.paths import RESUMES, START_ANEW
+from finetune.run.paths import FIRST_START, RESUMES, START_ANEW
 from finetune.run.run import Run
 from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.identity import mixed, of_another_run, read_run
@@ -93,7 +93,7 @@ def _newest(run: Run, broken: dict[str, str]) -> Chosen:
     if not skipped and resume == "allow":
         return Chosen(None)
     if not skipped:
-        raise RequestError(f"--resume {resume}: {folder} holds no checkpoint. {START_ANEW}")
+        raise RequestError(f"--resume {resume}: {folder} holds no checkpoint. {FIRST_START}")
     raise RequestError(
         f"--resume {resume}: {folder} holds no checkpoint that verifies. {' '.join(skipped)} `finetune checkpoint "
         f"verify {folder}` gives details. {START_ANEW}"
