@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from finetune.errors import RequestError, first_line
-from finetune.export.source import ADAPTER_CONFIG
 from finetune.run.choose import recipes
-from finetune.run.files import LABELS
+from finetune.run.files import ADAPTER_CONFIG, LABELS
 from finetune.safe_read import read_json_object
 from finetune.safe_read.checkpoint_files import refuse_unsafe
 from finetune.safe_read.folders import check_model_folder

@@ -16,7 +16,7 @@ from finetune.export.weights import (
     read_sharded,
     read_zero_shards,
 )
-from finetune.run.files import PIPELINE_RECORD, RUN_RECORD, STATE_FILE
+from finetune.run.files import ADAPTER_CONFIG, PIPELINE_RECORD, RUN_RECORD, STATE_FILE
 from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.manifest import (
     CHECKPOINT,
@@ -28,7 +28,6 @@ from finetune.training.checkpoints.manifest import (
 )
 from finetune.training.checkpoints.tag import named_tag, newest_tag
 
-ADAPTER_CONFIG = "adapter_config.json"
 SHARDED = "pytorch_model_fsdp_0"  # the folder of accelerate's sharded format
 
 

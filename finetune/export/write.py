@@ -18,21 +18,21 @@ from safetensors.torch import save_file
 
 from finetune.errors import RequestError, RunError
 from finetune.export.weights import Weight, cast_of
-from finetune.run.files import LABELS, SENTENCE_FILES, UNFINISHED
+from finetune.run.files import ADAPTER_CONFIG, LABELS, SENTENCE_FILES, UNFINISHED
 from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.manifest import CHECKPOINT, MANIFEST
 from finetune.training.checkpoints.writing import flush
 
 SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?) ?([KMGT])(i?)B", re.IGNORECASE)
 POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
-CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")  # rewritten without local paths
+CONFIGS = ("config.json", "generation_config.json", ADAPTER_CONFIG)
 COMPANIONS = (
     "tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "*.spm", "sentencepiece*.model", "chat_template.*", "preprocessor_config.json", "processor_config.json",
     LABELS, *SENTENCE_FILES,
 )  # fmt: skip
 READ_AND_WRITE = 0o666
-PATH_KEYS = ("_name_or_path", "base_model_name_or_path")
+BASE = "base_model_name_or_path"
 
 
 def bytes_of(size: str) -> int:
@@ -105,13 +105,14 @@ def _compare(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def write_companions(source: Path, folder: Path, dtype: torch.dtype) -> list[str]:
-    """Write configs (without local paths), the tokenizer, and the model's own code if its config names any. Returns
-    notes for the user."""
+    """Write configs (without local paths, except that of an adapter's base), the tokenizer, and the model's own code if
+    its config names any. Returns notes for the user."""
     notes = []
     for name in CONFIGS:
         if (source / name).is_file():
             config = read_json_object(source / name)
-            notes += _without_paths(config)
+            _without_path(config)
+            notes += _with_base(config)
             if name == "config.json":
                 config.pop("torch_dtype", None)  # the older name
                 config["dtype"] = str(dtype).removeprefix("torch.")
@@ -138,15 +139,28 @@ def write_thresholds(source: Path, folder: Path) -> list[str]:
     return ["config.json has the thresholds that the run chose for its final model."]
 
 
-def _without_paths(config: dict[str, Any]) -> list[str]:
-    notes = []
-    for key in PATH_KEYS:
-        value = config.get(key)
-        if isinstance(value, str) and (value.startswith(("/", "~", ".")) or "\\" in value or Path(value).is_dir()):
-            config[key] = Path(value).name
-            if key == "base_model_name_or_path":
-                notes.append(f"adapter_config.json names its base model {config[key]}, without the local path.")
-    return notes
+def _without_path(config: dict[str, Any]) -> None:
+    value = config.get("_name_or_path")
+    if isinstance(value, str) and _is_local(value):
+        config["_name_or_path"] = Path(value).name
+
+
+def _with_base(config: dict[str, Any]) -> list[str]:
+    """An adapter opens only where its base model is, so a local path is kept, and made absolute."""
+    value = config.get(BASE)
+    if not isinstance(value, str) or not _is_local(value):
+        return []
+    place = Path(value).expanduser()
+    if not place.is_dir():
+        return [
+            f"{ADAPTER_CONFIG}: {BASE} is {value}, which is not here. Write the base model's folder or hub id there."
+        ]
+    config[BASE] = str(place.absolute())
+    return [f"{ADAPTER_CONFIG}: {BASE} is {config[BASE]}, a folder of this machine. Change it before you share it."]
+
+
+def _is_local(value: str) -> bool:
+    return value.startswith(("/", "~", ".")) or "\\" in value or Path(value).is_dir()
 
 
 def _companions(source: Path) -> Iterable[Path]:

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import NothingToDoError, RequestError
+from finetune.errors import NothingToDoError, RequestError, listed
 from finetune.generation.answers import Answers
 from finetune.generation.flags import check_numbers
 from finetune.generation.prompts import read_prompts
+from finetune.run.files import ADAPTER_CONFIG
 from finetune.run.launch import Launch
 from finetune.safe_read import read_bytes, read_json_object
 from finetune.safe_read.folders import JSON_OBJECTS, MOST_TEMPLATE_BYTES
@@ -23,7 +24,7 @@ DECIDING = (
     "truncate_prompts",
 )
 WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # endings of classes with a language-model head
-ADAPTER, CONFIG = "adapter_config.json", "config.json"
+CONFIG = "config.json"
 ENDS_BYTES = 2**20  # of each file are hashed at its beginning, and as many at its end
 VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt")
 
@@ -53,14 +54,14 @@ def check_model(name: str) -> None:
         if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
             raise RequestError(f"{name}: there is no such folder. Give the folder of a run or a model, or a hub id.")
         return
-    if (folder / ADAPTER).is_file():
-        adapter = read_json_object(folder / ADAPTER, inside=folder)
+    if (folder / ADAPTER_CONFIG).is_file():
+        adapter = read_json_object(folder / ADAPTER_CONFIG, inside=folder)
         if (task := adapter.get("task_type")) not in (None, "CAUSAL_LM"):
             raise RequestError(f"{name}: is an adapter for {task}, not for text. Give one of a causal language model.")
         return
     if not (folder / CONFIG).is_file():
         checkpoints = sorted(path.name for path in folder.glob("checkpoint-*"))
-        there = f"it holds {', '.join(checkpoints[:8])}. Give one of them" if checkpoints else "give a model's folder"
+        there = f"it holds {listed(checkpoints)}. Give one of them" if checkpoints else "give a model's folder"
         raise RequestError(f"{name}: the folder has no {CONFIG}; {there}.")
     config = read_json_object(folder / CONFIG, inside=folder)
     kinds = config.get("architectures") or []
@@ -96,8 +97,8 @@ def _parts(model: str, is_base: bool = False) -> Iterator[bytes]:
                 yield file.read(ENDS_BYTES)
                 file.seek(max(0, size - ENDS_BYTES))
                 yield file.read(ENDS_BYTES)
-    if (folder / ADAPTER).is_file() and not is_base:
-        base = read_json_object(folder / ADAPTER, inside=folder).get("base_model_name_or_path")
+    if (folder / ADAPTER_CONFIG).is_file() and not is_base:
+        base = read_json_object(folder / ADAPTER_CONFIG, inside=folder).get("base_model_name_or_path")
         yield from _parts(base, is_base=True) if isinstance(base, str) and base else ()
 
 

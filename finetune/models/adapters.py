@@ -16,6 +16,7 @@ from finetune.models.experts import mixture_of
 from finetune.models.source import OF_LABELS, Kept
 from finetune.run.facts import base_dtype, check_sharded
 from finetune.run.flags.adapter import OF_NEW_ADAPTERS, AdapterArguments
+from finetune.run.parse import COMMAND_LINE
 from finetune.run.run import Run
 
 MAX_SHOWN = 20
@@ -92,13 +93,14 @@ WITHOUT_NEW_HEAD = ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION")  # a pret
 POOLER = "pooler"  # as in BERT; masked language models are pretrained without it
 
 
-def check_adapter(run: Run, adapter: Path | None, shards: bool) -> None:
+def check_adapter(run: Run, adapter: Path | None, shards: bool) -> list[str]:
     """Raises RequestError if the adapter flags do not fit the model. `adapter` is the adapter's folder if
-    --model_name_or_path names one, else None. finetune.run.conflicts covers what the flags alone show."""
+    --model_name_or_path names one, else None; a YAML's lines yield to its settings, and the returned note names them.
+    finetune.run.conflicts covers what the flags alone show."""
     if shards:
         check_sharded(run)
     if adapter is None:
-        return
+        return []
     if importlib.util.find_spec("peft") is None:
         raise RequestError(f"{run.said('model_name_or_path')}, an adapter, which needs peft. pip install peft.")
     if run.value("do_train") and not run.value("use_peft"):
@@ -106,8 +108,11 @@ def check_adapter(run: Run, adapter: Path | None, shards: bool) -> None:
             f"{run.said('model_name_or_path')}, which is an adapter. Add --use_peft True to train it further; to train "
             f"all weights, merge them first: finetune export {adapter} OUT --merge_adapter."
         )
-    if shape := next((name for name in OF_NEW_ADAPTERS if name in run.given), None):
-        raise RequestError(f"{run.said(shape)}, but the adapter in --model_name_or_path sets its own. Drop it.")
+    given = [name for name in OF_NEW_ADAPTERS if name in run.given]
+    if told := next((name for name in given if run.source(name) == COMMAND_LINE), None):
+        raise RequestError(f"{run.said(told)}, but the adapter in --model_name_or_path sets its own. Drop it.")
+    said = f"{', '.join(given)} of --config {run.value('config')}"
+    return [f"note: {said} do not apply: the adapter in --model_name_or_path has its own"] * bool(given)
 
 
 def check_expert_adapter(model: Any) -> None:

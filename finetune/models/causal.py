@@ -48,7 +48,7 @@ def find_causal_source(arguments: CausalModelArguments, block_size: int | None) 
     model = named(name, arguments.trust_remote_code) if name else None
     tokenizer = None
     if model:
-        config = from_pretrained(AutoConfig, model.flag, model.base, arguments)
+        config = from_pretrained(AutoConfig, model.flag, model.base, arguments, model.mend)
         refuse_encoder(config.to_dict().get, f"--{model.flag} {model.base}")
         refuse_without_weights(model.base)
     else:

@@ -78,7 +78,7 @@ def find_source(arguments: ModelArguments, max_seq_length: int | None) -> Source
     name = arguments.model_name_or_path
     model = named(name, arguments.trust_remote_code) if name else None
     if model:
-        config = with_labels(from_pretrained(AutoConfig, model.flag, model.base, arguments), model.adapter)
+        config = with_labels(from_pretrained(AutoConfig, model.flag, model.base, arguments, model.mend), model.adapter)
         refuse_without_weights(model.base)
     if arguments.tokenizer_name or model:
         flag = "tokenizer_name" if arguments.tokenizer_name else "model_name_or_path"

@@ -45,7 +45,7 @@ def find_seq2seq_source(arguments: Seq2SeqModelArguments, pairs: PairArguments) 
     name = arguments.model_name_or_path
     model = named(name, arguments.trust_remote_code) if name else None
     if model:
-        config = from_pretrained(AutoConfig, model.flag, model.base, arguments)
+        config = from_pretrained(AutoConfig, model.flag, model.base, arguments, model.mend)
         refuse_one_sided(config.to_dict().get, f"--{model.flag} {model.base}")
         refuse_without_weights(model.base)
     else:

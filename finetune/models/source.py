@@ -12,16 +12,16 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig
 
 from finetune.data.hub import hub_is_reachable
-from finetune.errors import RequestError, first_line, plain
+from finetune.errors import RequestError, first_line, listed, plain
 from finetune.run import facts
 from finetune.run.decoders import recipe_for
-from finetune.run.files import LABELS, SETTLED
+from finetune.run.files import ADAPTER_CONFIG, LABELS, SETTLED, without_base
 from finetune.safe_read import read_json_object
 from finetune.safe_read.folders import check_model_folder, has_weights, refuse_code
 
 PROBLEMS = (None, "regression", "single_label_classification", "multi_label_classification")  # of transformers
 OF_LABELS = ("architectures", "id2label", "label2id", "problem_type", *SETTLED)
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def positions_of(config: Any) -> int:
@@ -46,6 +46,11 @@ class Named:
     @property
     def words(self) -> str:
         return f"{self.adapter}, an adapter of {self.base}" if self.adapter else self.base
+
+    @property
+    def mend(self) -> str:
+        """What to do if the base is not found; "" if it is not an adapter's."""
+        return without_base(self.adapter) if self.adapter else ""
 
     @property
     def tokenizer(self) -> str:
@@ -84,15 +89,16 @@ def named(name: str, trusts_code: bool) -> Named:
     return Named(base, folder, f"model_name_or_path {name}, an adapter of")
 
 
-def from_pretrained(auto: Any, flag: str, name: str, arguments: Any) -> Any:
+def from_pretrained(auto: Any, flag: str, name: str, arguments: Any, mend: str = "") -> Any:
     """Load a folder or hub id with `auto` (AutoConfig, AutoTokenizer); `arguments` has the revision and whether to
-    trust its code. Raises RequestError, naming `flag`."""
+    trust its code. Raises RequestError, naming `flag`; with `mend` if there is nothing of this name."""
     place = Path(name).expanduser()
     looks_local = place.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local and not place.is_dir():
-        raise RequestError(f"--{flag} {name}: there is no such folder. Give one that holds config.json, or a hub id.")
+        mend = mend or "Give one that holds config.json, or a hub id."
+        raise RequestError(f"--{flag} {name}: there is no such folder. {mend}")
     if looks_local and auto is AutoConfig and not (place / "config.json").is_file():
-        there = ", ".join(plain(p.name) for p in sorted(place.iterdir())[:8]) or "nothing"
+        there = listed([plain(path.name) for path in sorted(place.iterdir())])
         raise RequestError(f"--{flag} {name}: the folder has no config.json; it holds {there}.")
     if looks_local:
         check_model_folder(place, f"--{flag} {name}", arguments.trust_remote_code)
@@ -117,11 +123,11 @@ def from_pretrained(auto: Any, flag: str, name: str, arguments: Any) -> Any:
     except Exception as error:  # a malicious folder can raise anything
         reason = plain(first_line(error, 300))
         tried = "the folder" if looks_local else "a folder of this name, the local cache and the hub"
-        raise RequestError(
-            f"--{flag} {name}: cannot be loaded; tried {tried} ({reason}). Offline? Give a folder with config.json, "
-            "model.safetensors and tokenizer.json (for pictures preprocessor_config.json), or leave the flag out to "
-            "train a small model from scratch."
-        ) from error
+        mend = mend or (
+            "Offline? Give a folder with config.json, model.safetensors and tokenizer.json (for pictures "
+            "preprocessor_config.json), or leave the flag out to train a small model from scratch."
+        )
+        raise RequestError(f"--{flag} {name}: cannot be loaded; tried {tried} ({reason}). {mend}") from error
 
 
 @dataclass(frozen=True)
@@ -208,7 +214,7 @@ def refuse_without_weights(name: str, flag: str = "model_name_or_path") -> None:
     """Raises RequestError for a folder without safetensors: pickles are never opened."""
     place = Path(name).expanduser()
     if place.is_dir() and not has_weights(place):
-        there = ", ".join(plain(p.name) for p in sorted(place.iterdir())[:8])
+        there = listed([plain(path.name) for path in sorted(place.iterdir())])
         old = any(place.glob("pytorch_model*.bin"))
         mend = "Convert the .bin to safetensors." if old else "Give the folder of a trained model."
         raise RequestError(f"--{flag} {name}: the folder has no model.safetensors; it holds {there}. {mend}")

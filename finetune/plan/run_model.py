@@ -19,7 +19,7 @@ from finetune.plan.values import Lora
 from finetune.run.choose import candidates, is_told
 from finetune.run.conflicts import FILES
 from finetune.run.facts import tokens_flag
-from finetune.run.files import RUN_RECORD
+from finetune.run.files import ADAPTER_CONFIG, RUN_RECORD, without_base
 from finetune.run.flags.images import ImageModelArguments
 from finetune.run.flags.language import CausalModelArguments
 from finetune.run.flags.text import CONLL
@@ -32,7 +32,6 @@ from finetune.safe_read import read_json_object
 
 SHAPING = ("model_size", "config_overrides", "tokenizer", "bpe_vocab_size")  # flags of a model from scratch
 BYTES = 256 + 1  # and the end-of-text token
-ADAPTER_CONFIG = "adapter_config.json"
 KEPT = "kept by the run"  # the source of values that come from a run's own folder
 PICTURE_CLASSES = 10  # of the built-in digits and of CIFAR-10
 
@@ -150,7 +149,13 @@ def _found(given: str) -> Named:
     path = Path(given).expanduser()
     base = _adapter_of(given).get("base_model_name_or_path")
     if isinstance(base, str) and Path(base).expanduser() != path:
-        return _found(base)
+        try:
+            return _found(base)
+        except RequestError as error:
+            if Path(base).expanduser().exists():
+                raise
+            what = "there is no such folder, and no model is known by this name"
+            raise RequestError(f"{given}, an adapter of {base}: {what}. {without_base(path)}") from error
     return Named(given, read_config(path)) if path.exists() else find_model(given)
 
 

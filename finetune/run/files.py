@@ -1,5 +1,7 @@
 """Names of files in a run folder that several modules use, and what is pushed to the hub."""
 
+from pathlib import Path
+
 from finetune.dsconfig.context import NVME_FOLDER
 
 LOCK = "_lock"  # the Trainer does not push names that begin with "_" to the hub (transformers 5.23, push_to_hub)
@@ -37,3 +39,14 @@ LEFT_OUT = ("_*", "*checkpoint-*", "unfinished-*", "final/*", f"{NVME_FOLDER}/*"
 def by_hand(name: str = "NAME", folder: str = "FOLDER") -> str:
     """The command that uploads what `push` does; by default, `hf upload` makes a public repository of everything."""
     return f"hf upload {name} {folder} --private " + " ".join(f'--exclude "{pattern}"' for pattern in LEFT_OUT)
+
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def without_base(adapter: Path) -> str:
+    """What to do about an adapter whose base model was not found."""
+    return (
+        f"This is the adapter's base model: write its folder or hub id into {adapter / ADAPTER_CONFIG}, as "
+        f"base_model_name_or_path, or merge both: finetune export {adapter} OUT --merge_adapter --base_model FOLDER."
+    )

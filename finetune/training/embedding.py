@@ -218,7 +218,7 @@ def embedding_source(session: Session) -> EncoderSource:
     source = find_encoder_source(
         session[ModelArguments], session[EmbeddingArguments].pooling, asked.max_seq_length, prompts
     )
-    check_adapter(run, source.model.adapter, session.shards_weights)
+    session.say(*check_adapter(run, source.model.adapter, session.shards_weights))
     return source
 
 

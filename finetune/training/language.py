@@ -34,7 +34,7 @@ def language_source(session: Session) -> CausalSource:
     """Find the model, without loading its weights. Raises RequestError for flags that do not fit it."""
     arguments, run = session[CausalModelArguments], session.run
     source = find_causal_source(arguments, session[BlockArguments].block_size)
-    check_adapter(run, source.adapter, session.shards_weights)
+    session.say(*check_adapter(run, source.adapter, session.shards_weights))
     if run.stages is not None:
         check_gptlite(source, arguments)
         check_cut(pipeline_layers(source.config, seed=None), session[PipelineArguments].partition_method, run.stages)

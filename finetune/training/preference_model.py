@@ -104,7 +104,7 @@ def preference_source(session: Session) -> CausalSource:
     """Find the model, without loading its weights. Raises RequestError for flags that do not fit it."""
     run = session.run
     source = find_causal_source(session[CausalModelArguments], session[PreferenceDataArguments].block_size)
-    check_adapter(run, source.adapter, session.shards_weights)
+    session.say(*check_adapter(run, source.adapter, session.shards_weights))
     if session[PreferenceArguments].loss == "reward" and run.value("merge_adapter"):
         raise RequestError(f"{run.said('merge_adapter')}: a reward model cannot be merged yet. Drop it.")
     reference_of(session, source)  # raises before the data are prepared

@@ -79,7 +79,7 @@ class Session:
 
     def say(self, *lines: str) -> None:
         """Print on one rank."""
-        if self.launch.speaks:
+        if self.launch.speaks and lines:
             print(*map(shown, lines), sep="\n", flush=True)
 
     def introduce(self, data: str, model: str) -> None:

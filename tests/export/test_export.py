@@ -226,17 +226,22 @@ def test_a_pipeline_gives_the_weights_that_it_saved(tmp_path: Path) -> None:
     assert all(torch.equal(saved[name], ours[name]) for name in ours)
 
 
-def test_an_adapter_is_kept_or_merged_into_its_base(gpt2: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_kept_or_merged_into_its_base(
+    gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     pytest.importorskip("peft", reason="peft (extra peft) is not installed")
     from peft import LoraConfig, PeftModel, get_peft_model
 
     torch.manual_seed(1)
     config = LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM", init_lora_weights=False)
-    adapted = get_peft_model(GPT2LMHeadModel.from_pretrained(gpt2), config).eval()
+    monkeypatch.chdir(gpt2.parent)
+    adapted = get_peft_model(GPT2LMHeadModel.from_pretrained(gpt2.name), config).eval()
     adapted.save_pretrained(tmp_path / "adapter")
     assert export(tmp_path / "adapter", tmp_path / "kept") == 0
     assert export(tmp_path / "adapter", tmp_path / "merged", "--merge_adapter", "--base_model", gpt2) == 0
-    assert str(tmp_path) not in (tmp_path / "kept" / "adapter_config.json").read_text()
+    written = json.loads((tmp_path / "kept" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(gpt2)  # was relative, and opens from anywhere now
+    assert "Change it before you share it" in capsys.readouterr().out
     tokens = torch.arange(16).unsqueeze(0)
     kept = PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained(gpt2), str(tmp_path / "kept")).eval()
     merged = GPT2LMHeadModel.from_pretrained(tmp_path / "merged").eval()
@@ -269,7 +274,7 @@ def test_an_adapter_is_kept_or_merged(stage: str, tmp_path: Path) -> None:
     assert export(run / "checkpoint-2", tmp_path / "kept") == 0
     assert export(run / "checkpoint-2", tmp_path / "merged", "--merge_adapter") == 0
     for path in (*(tmp_path / "kept").glob("*.json"), *(tmp_path / "merged").glob("*.json")):
-        assert str(tmp_path) not in path.read_text()
+        assert str(tmp_path) not in path.read_text() or path.name == "adapter_config.json"  # which names its base
     on_base = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "kept")).eval()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     tokens = torch.arange(16).unsqueeze(0)

@@ -17,8 +17,12 @@ from safetensors.torch import load_file
 
 from finetune.cli import main
 from finetune.errors import RequestError
+from finetune.models.adapters import check_adapter
 from finetune.models.classifier import find_source
 from finetune.run.flags.text import ModelArguments
+from finetune.run.launch import Launch
+from finetune.run.recipes.seq_cls import SEQ_CLS
+from finetune.run.resolve import resolve
 
 pytest.importorskip("peft", reason="peft (extra peft) is not installed")
 pytestmark = pytest.mark.usefixtures("built_ops")
@@ -169,7 +173,26 @@ def test_an_adapter_whose_base_is_gone_names_both(adapted: dict[str, Finished], 
     config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "/gone"}))
     run = train("seq_cls", tmp_path / "run", {"do_train": False, "model_name_or_path": folder}, check=False)
     assert run.status == 2
-    assert f"{folder}, an adapter of /gone: there is no such folder" in run.errors[0]
+    assert f"{folder}, an adapter of /gone: there is no such folder. This is the adapter's base model" in run.errors[0]
+
+
+def test_the_lines_of_a_config_yield_to_the_adapters_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("use_peft: true\nlora_r: 16\nlora_target_modules: [all-linear]\n")
+    words = ["--model_name_or_path", str(tmp_path), "--config", str(tmp_path / "mine.yaml")]
+    (note,) = check_adapter(resolve(SEQ_CLS, words, Launch()), tmp_path, shards=False)
+    assert note.startswith(f"note: lora_r, lora_target_modules of --config {tmp_path}/mine.yaml do not apply")
+    with pytest.raises(RequestError, match=r"--lora_r is 8 \(command line\), but the adapter"):
+        check_adapter(resolve(SEQ_CLS, [*words, "--lora_r", "8"], Launch()), tmp_path, shards=False)
+
+
+def test_an_adapter_whose_base_is_no_folder_is_not_told_to_train_a_small_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "gone"}))
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(
+        RequestError, match=r"an adapter of gone: cannot be loaded; .* as base_model_name_or_path"
+    ) as it:
+        find_source(ModelArguments(model_name_or_path=str(tmp_path)), None)
+    assert "from scratch" not in str(it.value)
 
 
 LANGUAGE = {"max_steps": 4, "logging_steps": 1, "eval_strategy": "no", "save_strategy": "no", "learning_rate": 1e-2,
