@@ -15,10 +15,11 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 
 from finetune.data.builtin import manual_topics
 from finetune.data.charset import UTF8, as_utf8, encoding_notes
+from finetune.data.column_names import renames_for
 from finetune.data.columns import CHAT, TEXT, said_columns
 from finetune.data.duplicates import find_duplicates
 from finetune.data.files import TEXT_FILES, open_file, open_hub
-from finetune.data.formats import Format, find_format, renames_in
+from finetune.data.formats import Format, find_format
 from finetune.data.places import NUMBER, Place
 from finetune.data.streaming import is_drawn
 from finetune.errors import RequestError
@@ -136,7 +137,8 @@ def open_corpus(arguments: Any, seed: int, is_alone: bool = True) -> Corpus:
     else:
         train, held_out = Dataset.from_dict({"text": manual_topics()}), None
         source = "built-in reference manual of Python"
-    form, train, columns = _settle(train, arguments, "the training data", is_alone)
+    where = "the training data" if is_alone else f"the training data {source}"
+    form, train, columns = _settle(train, arguments, where, is_alone)
     was_held_out = held_out is None
     places = dict.fromkeys(("train", "validation"), Place.of_file(file) if file else Place(source))
     formats = dict.fromkeys(places, form)
@@ -199,7 +201,7 @@ def _read_piece(file: Any) -> str:
 
 def _settle(table: Any, arguments: Any, where: str, needs_all: bool) -> tuple[Format, Any, str]:
     """The format, the documents reduced to its columns, and a description of the columns, empty for a text file."""
-    renames = renames_in(arguments.column_mapping, _names(table), where, needs_all)
+    renames = renames_for(arguments.column_mapping, _names(table), arguments.text_column_name, where, needs_all)
     table = table.rename_columns(renames) if renames else table
     names, renamed = _names(table), {new: old for old, new in renames.items()}
     form = find_format(names, table, arguments.text_column_name, where)

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from datasets import Dataset
 
+from finetune.data.column_names import renames_in
 from finetune.data.columns import Columns, Labels, is_empty, label_text, said_columns
 from finetune.data.files import open_file
-from finetune.data.formats import renames_in
 from finetune.data.seq2seq import SOURCE, TARGET, function_rows
 from finetune.data.splits import HeldOut, open_splits, refuse_bad_rows, said_split
 from finetune.data.tables import ROW, CleanTables, Table, hold_out, settle_splits

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.charset import UTF8, as_utf8
+from finetune.data.column_names import renames_for
 from finetune.data.columns import LINE, of_chats_alone
 from finetune.data.files import KINDS, TEXT_FILES, csv_options
 from finetune.data.find_columns import HEAD_ROWS, TRANSLATION, find_columns, find_pair, find_token_columns
-from finetune.data.formats import find_format, renames_in
+from finetune.data.formats import find_format
 from finetune.data.tag_schemes import PARSED, SHOWN, find_scheme, not_named, read_conll, refuse_untagged, spelt_alike
 from finetune.errors import RequestError
 from finetune.run.flags.language import CorpusArguments
@@ -59,12 +60,13 @@ def _look_at_pairs(rows: Rows, run: Any, _: str) -> None:
         find_pair(list(rows[0]), run[PairArguments], DATA, True)
 
 
-def _look_at_corpus(rows: Rows, run: Any, _: str) -> None:
+def _look_at_corpus(rows: Rows, run: Any, name: str) -> None:
     asked = run[CorpusArguments]
     is_alone = len(named_in(run.value("train_file"))) < 2
-    renames = renames_in(asked.column_mapping, list(rows[0]), DATA, is_alone)
+    where, column = DATA if is_alone else f"{DATA} {Path(name).name}", asked.text_column_name
+    renames = renames_for(asked.column_mapping, list(rows[0]), column, where, is_alone)
     rows = [{renames.get(name, name): value for name, value in row.items()} for row in rows]
-    found = find_format(list(rows[0]), rows, asked.text_column_name, DATA).kind
+    found = find_format(list(rows[0]), rows, column, where).kind
     for flag in of_chats_alone(found, asked):
         raise RequestError(f"{run.said(flag)}, which is for conversations, but {DATA} has {found}. Drop it.")
 

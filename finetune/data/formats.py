@@ -8,17 +8,34 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.data.chat.turns import ASSISTANT, Turn, from_json, quoted
+from finetune.data.column_names import (
+    ALPACA,
+    ANSWER_OF,
+    ANSWERS,
+    FORMATS,
+    MESSAGES,
+    NUMBERED,
+    SHAREGPT,
+    SYSTEM,
+    mapping_for,
+    said_mapping,
+)
 from finetune.data.columns import CHAT, COMPLETION, TEXT, TOOLS, listed
 from finetune.data.find_columns import TEXT_NAMES
 from finetune.errors import RequestError
 
-SYSTEM = "system"
 NOT_LEARNT = 0  # OpenAI's `weight` of an assistant turn that is not trained on
 # ShareGPT's role names, and vendors' variants.
 ROLE_OF = {"human": "user", "user": "user", "observation": "tool", "function_response": "tool"} | dict.fromkeys(
     ("gpt", "model", "chatgpt", "bot", "assistant", "function_call"), ASSISTANT
 )
 SUMMARISED = ("article", "dialogue", "document", *TEXT_NAMES)
+MORE_ANSWERS = ("answers", "responses", "outputs", "completions", "reply")  # not read under these names
+PROMPTS = ("prompt", "instruction", "question")
+HEADLESS = (
+    " Its first row was not taken as a header, because it has numbers above numbers, or a cell that recurs below. "
+    "Remove header lines that are repeated below, or give columns their names with --column_mapping."
+)
 PAIRS = ("chosen", "rejected")  # the better and the worse answer
 OUT_OF_THE_WAY = "--column_mapping NAME=OTHER renames a column, --text_column_name NAME trains on one as plain text"
 
@@ -55,17 +72,6 @@ class Format:
         return f"{self.name}{counted}; columns {listed(read, ' + ')}{into}{left_out}"
 
 
-MESSAGES, SHAREGPT, ALPACA = "messages", "ShareGPT", "Alpaca"
-FORMATS = (  # name, required columns, optional columns
-    (MESSAGES, ("messages",), (TOOLS, SYSTEM)),
-    (SHAREGPT, ("conversations",), (TOOLS, SYSTEM)),
-    (ALPACA, ("instruction", "output"), ("input", "history", SYSTEM, TOOLS)),
-    ("prompt/completion", ("prompt", "completion"), (TOOLS, SYSTEM)),
-    ("prompt/response", ("prompt", "response"), (TOOLS, SYSTEM)),
-    ("question/answer", ("question", "answer"), (TOOLS, SYSTEM)),
-)
-
-
 def find_format(names: Sequence[str], rows: Iterable[Mapping[str, Any]], column: str | None, where: str) -> Format:
     """The format of a table or stream, from its column names and first row; `column` is --text_column_name, if given.
     Raises RequestError if the format is ambiguous."""
@@ -85,87 +91,84 @@ def find_format(names: Sequence[str], rows: Iterable[Mapping[str, Any]], column:
         turn = _first_turn(first[needed[0]])
         name = SHAREGPT if {"from", "value"} <= turn.keys() else MESSAGES
         return Format(name, CHAT, columns)
-    if name == "prompt/completion" and not any(_first_turn(first[one]) for one in needed):
+    if name == "prompt/completion" and not any(isinstance(first[one], list | dict) for one in needed):
         return Format(name, COMPLETION, needed)
     return Format(name, CHAT, columns)
 
 
 def _text(names: Sequence[str], rows: Iterable[Mapping[str, Any]], column: str | None, where: str) -> Format:
+    first = next(iter(rows))
     if column is None and set(PAIRS) <= set(names):
-        first = next(iter(rows))
         better = "messages" if _first_turn(first["chosen"]) else "completion" if "prompt" in names else "text"
         raise RequestError(
             f"{where}: the rows are preferences with a better and a worse answer each (chosen, rejected), for "
             f"recipes/preference.py. To train on the better answer alone, add --column_mapping chosen={better}."
         )
-    if column is None and "data" in names and _is_squad(next(iter(rows))["data"]):
+    if column is None and "data" in names and _is_squad(first["data"]):
         raise RequestError(
             f"{where}: is SQuAD's JSON: questions, each with a text that contains the answer. Use "
             "recipes/question_answering.py."
         )
     lower = {name.lower(): name for name in names}
+    turns = next((name for name in names if isinstance(first[name], list) and _first_turn(first[name])), None)
+    renaming = said_mapping({turns: "messages"}) if turns else mapping_for(names)
     article = next((lower[name] for name in SUMMARISED if name in lower), None)
-    if column is None and article is not None and "summary" in names:
+    if column is None and article is not None and "summary" in lower:
+        mapping = said_mapping({article: "prompt", lower["summary"]: "completion"})
         raise RequestError(
             f"{where}: the rows look like texts with a summary each ({article}, summary), and the summary would not be "
             "trained on. Use recipes/seq2seq.py to write summaries; or train on the summary as an answer with "
-            f"--column_mapping {article}=prompt summary=completion, or on the text with --text_column_name {article}."
+            f"{mapping}, or on the text with --text_column_name {article}."
         )
     found = column or next((lower[name] for name in TEXT_NAMES if name in lower), None)
     if found is None and len(names) == 1:
         found = names[0]
+    if column is None and found is not None:
+        _refuse_answers(names, found, where)
     if found is None or found not in names:
-        given = f" (--text_column_name {column})" if column else ""
+        given = f" (--text_column_name {column})" if column else " by its name, and the columns match no format"
         columns = ", ".join("`" + "` and `".join(needed) + "`" for _, needed, _ in FORMATS)
+        bare = HEADLESS if NUMBERED in names else ""
+        such = f" (such as {renaming})" if renaming else ""
         raise RequestError(
-            f"{where}: no column with text found{given}; it has {', '.join(names)}. Name one with --text_column_name, "
-            f"or rename columns with --column_mapping NAME=OTHER to one of: {columns}."
+            f"{where}: no column with text found{given}; it has {', '.join(names)}.{bare} Name one with "
+            f"--text_column_name, or rename columns with --column_mapping NAME=OTHER to one of: {columns}{such}."
         )
-    if column is None and found == "prompt":
+    if column is None and found.lower() == "prompt":
         raise RequestError(f"{where}: has `prompt` without `completion`. Add it, or give --text_column_name prompt.")
-    if not isinstance(value := next(iter(rows))[found], str | None):
+    if not isinstance(value := first[found], str | None):
         raise RequestError(
             f"{where}: column {found} holds {type(value).__name__} ({str(value)[:80]}), not text. Name another with "
-            "--text_column_name, or give conversations as `messages` with `role` and `content`."
+            "--text_column_name, or give conversations as `messages` with `role` and `content`"
+            f"{f', here with {renaming}' if turns else ''}."
         )
     return Format("text", TEXT, (found,))
+
+
+def _refuse_answers(names: Sequence[str], found: str, where: str) -> None:
+    """Raises RequestError if a column beside the text `found` looks like its answer, or like the prompt before it."""
+    lower = {name.lower(): name for name in names if name != found}
+    if beside := next((lower[name] for name in (*ANSWERS, *MORE_ANSWERS) if name in lower), None):
+        pair, other = {found: "prompt", beside: "completion"}, ""
+        if found.lower() == "question":
+            pair = {found: "question", beside: "answer"}
+            other = " Answers that stand in a `context` are for recipes/question_answering.py." * ("context" in lower)
+        raise RequestError(
+            f"{where}: has {beside} beside {found}, which would not be trained on. Train on it as an answer with "
+            f"{said_mapping(pair)}, or on the text alone with --text_column_name {found}.{other}"
+        )
+    if asks := next((name for name in PROMPTS if name in lower), None):
+        pair = {lower[asks]: asks, found: "completion" if asks == "prompt" else ANSWER_OF[asks]}
+        raise RequestError(
+            f"{where}: has {lower[asks]} beside {found}, which would not be read. Train on {found} as its answer with "
+            f"{said_mapping(pair)}, or on it alone with --text_column_name {found}."
+        )
 
 
 def _is_squad(articles: Any) -> bool:
     return (
         isinstance(articles, list) and bool(articles) and isinstance(articles[0], dict) and "paragraphs" in articles[0]
     )
-
-
-def _pairs_in(words: Sequence[str] | None) -> dict[str, str]:
-    """Parses --column_mapping into old and new column names. Raises RequestError."""
-    found: dict[str, str] = {}
-    for word in words or ():
-        old, equals, new = (part.strip() for part in word.partition("="))
-        if not (old and equals and new) or old in found or new in found.values():
-            raise RequestError(
-                f"--column_mapping {word}: must be OLD=NEW, a column's name and its new name, each used only once."
-            )
-        found[old] = new
-    return found
-
-
-def renames_in(words: Sequence[str] | None, names: Sequence[str], where: str, needs_all: bool = True) -> dict[str, str]:
-    """The renames of --column_mapping that apply to a table with columns `names`. The new names may exist already. With
-    `needs_all` each column must be there under one of its names. Raises RequestError."""
-    renames = _pairs_in(words)
-    found = {old: new for old, new in renames.items() if old in names}
-    for old, new in renames.items():
-        if needs_all and old not in names and new not in names:
-            raise RequestError(
-                f"{where} has no column {old!r} (--column_mapping {old}={new}); it has {', '.join(names)}."
-            )
-        if old in found and new in names and new not in found:
-            raise RequestError(
-                f"{where} has a column {new!r} as well as {old!r} (--column_mapping {old}={new}). Rename that one, "
-                f"too, for example with --column_mapping {new}=other_{new}."
-            )
-    return found
 
 
 def _first_turn(value: Any) -> dict[str, Any]:
@@ -240,11 +243,10 @@ def _answered(prompt: str, answer: str) -> Callable[[Mapping[str, Any]], list[Tu
 
 
 def _said(role: str, value: Any) -> list[Turn]:
-    """A text as a turn of `role`; turns unchanged."""
-    if isinstance(value, str) and not _first_turn(value):
+    """A text as a turn of `role`, also if it is JSON; turns unchanged."""
+    if isinstance(value, str):
         return [{"role": role, "content": value}]
-    found = from_json(value)
-    turns = found if isinstance(found, list) else [found]
+    turns = value if isinstance(value, list) else [value]
     if not turns or not all(isinstance(turn, dict) for turn in turns):
         raise RequestError(f"must be a text, or turns with `role` and `content`: {quoted(value)}.")
     return turns

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from finetune.data.chat.turns import ASSISTANT, Turn, from_json, turns_of
-from finetune.data.formats import SHAREGPT, SYSTEM, TURNS, alpaca_prompt
+from finetune.data.column_names import SHAREGPT, SYSTEM
+from finetune.data.formats import TURNS, alpaca_prompt
 from finetune.errors import RequestError, plain
 
 PAIRS, ANSWERS = "preferences", "judged answers"

@@ -18,8 +18,9 @@ from datasets import Dataset
 from finetune.data.builtin import PACKAGES, parsed
 from finetune.data.chat.conversation import completion, conversation
 from finetune.data.chat.turns import ASSISTANT, Turn, has_words, quoted
+from finetune.data.column_names import SYSTEM
 from finetune.data.files import open_file
-from finetune.data.formats import NOT_LEARNT, SYSTEM, led_by
+from finetune.data.formats import NOT_LEARNT, led_by
 from finetune.data.preference_columns import ANSWERS, SCORES, SIDES, prompt_of, turns_in
 from finetune.data.splits import open_splits
 from finetune.data.tokenizer import beginning_of

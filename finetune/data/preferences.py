@@ -23,9 +23,9 @@ from transformers import AutoTokenizer
 from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states, prepare_once
 from finetune.data.charset import encoding_notes
 from finetune.data.chat.templates import DEFAULT_TEMPLATE, INVENTED, is_ours, read_template
+from finetune.data.column_names import renames_in
 from finetune.data.columns import said_columns
 from finetune.data.find_columns import HEAD_ROWS
-from finetune.data.formats import renames_in
 from finetune.data.places import Place
 from finetune.data.preference_batches import OF_ANSWERS, OF_PAIRS, collate
 from finetune.data.preference_columns import find_preferences

@@ -17,9 +17,9 @@ from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
 from finetune.data.builtin import by_package
 from finetune.data.classification import ClassificationData, Kind, prepare
+from finetune.data.column_names import renames_in
 from finetune.data.columns import Columns, Labels, is_empty, said_data
 from finetune.data.files import open_file
-from finetune.data.formats import renames_in
 from finetune.data.splits import hold_out_by, open_splits, refuse_bad_rows, said_split
 from finetune.data.tables import ROW, CleanTables, Table, settle_splits
 from finetune.data.tokenizer import train_wordpiece

@@ -10,8 +10,10 @@ import pytest
 from conftest import REPO
 
 from finetune.data.causal_lm import prepare_corpus
+from finetune.data.column_names import FORMATS, renames_for
+from finetune.data.documents import open_corpora
 from finetune.data.first_look import look_at_columns
-from finetune.data.formats import FORMATS, find_format
+from finetune.data.formats import Format, find_format
 from finetune.data.packing import IGNORED
 from finetune.data.tokenizer import train_text_tokenizer
 from finetune.errors import RequestError
@@ -25,6 +27,9 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 AGAIN = [{"role": "user", "content": "And three?"}, {"role": "assistant", "content": "Seven."}]
 CALL = {"name": "add", "arguments": {"a": 2}}
 CALLED = {"role": "assistant", "tool_calls": [{"type": "function", "function": CALL}]}
+
+
+SAID_4 = {"role": "assistant", "content": "4."}
 
 
 def said(*turns: tuple[str, str]) -> list[dict[str, str]]:
@@ -69,21 +74,43 @@ CASES: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
     ),
     ("prompt/response", {"prompt": "Two and two?", "response": "Four.", "score": 3}, [USER, MODEL]),
     ("question/answer", {"question": "Two and two?", "answer": "Four."}, [USER, MODEL]),
+    ("question/answer", {"question": "Two and two?", "solution": "Four."}, [USER, MODEL]),
+    ("question/answer", {"question": "Two and two?", "output": "Four.", "source": "x"}, [USER, MODEL]),
+    ("question/answer", {"Question": "Two and two?", "Answer": "Four."}, [USER, MODEL]),
+    (
+        "question/answer",
+        {"id": "1", "system_prompt": "Be brief.", "question": "Two and two?", "response": "Four."},
+        [SYSTEM, USER, MODEL],
+    ),
+    ("prompt/response", {"prompt": "Two and two?", "answer": "Four.", "System": "Be brief."}, [SYSTEM, USER, MODEL]),
+    ("Alpaca", {"instruction": "Add.", "input": "2", "response": "4."}, [{**USER, "content": "Add.\n\n2"}, SAID_4]),
+    ("messages", {"messages": [USER, MODEL], "Prompt": "a", "Response": "b"}, [USER, MODEL]),
+    *(
+        ("Alpaca", {"instruction": "Two and two?", "output": text}, [USER, {**MODEL, "content": text}])
+        for text in ('{"from": "Paris", "to": "Rome"}', json.dumps([USER, MODEL]))
+    ),
+    ("question/answer", {"question": '{"role": 1}', "answer": "4."}, [{**USER, "content": '{"role": 1}'}, SAID_4]),
 ]
+
+
+def format_of(row: dict[str, Any], where: str = "the training data") -> tuple[Format, dict[str, Any]]:
+    renames = renames_for(None, list(row), None, where)
+    row = {renames.get(name, name): value for name, value in row.items()}
+    return find_format(list(row), [row], None, where), row
 
 
 @pytest.mark.parametrize(("name", "row", "turns"), CASES)
 def test_a_format_is_known_by_its_columns_and_gives_turns(
     name: str, row: dict[str, Any], turns: list[dict[str, Any]]
 ) -> None:
-    found = find_format(list(row), [row], None, "a.jsonl")
+    found, row = format_of(row)
     assert (found.name, found.kind) == (name, "messages")
     assert found.conversation(row)[0] == turns
 
 
 def test_texts_stay_a_prompt_and_its_completion_without_turns() -> None:
-    row = {"prompt": '[{"a": 1}] Two and two?', "completion": "Four.", "id": 1}
-    found = find_format(list(row), [row], None, "a.jsonl")
+    row = {"prompt": json.dumps([USER]), "completion": "Four.", "id": 1}
+    found, _ = format_of(row)
     assert (found.kind, found.columns) == ("completion", ("prompt", "completion"))
 
 
@@ -93,8 +120,20 @@ def test_texts_stay_a_prompt_and_its_completion_without_turns() -> None:
         ({"messages": [USER], "prompt": "a", "completion": "b"}, r"messages \(messages\) and prompt/completion"),
         (
             {"instruction": "a", "context": "b", "response": "c"},
-            r"it has instruction, context, response\..*--column_mapping",
+            "has context beside instruction and response.*--column_mapping context=input response=output, or leave it",
         ),
+        (
+            {"Context": "a", "question": "b", "answer": "c"},
+            "--column_mapping question=instruction Context=input answer=output, .*--column_mapping Context=unused",
+        ),
+        ({"text": "a", "response": "b"}, "--column_mapping text=prompt response=completion, .*--text_column_name text"),
+        ({"text": "a", "completion": "b"}, "--column_mapping text=prompt, or"),
+        ({"prompt": "a", "text": "b"}, "has prompt beside text.*--column_mapping text=completion, or"),
+        ({"question": "a", "response": "b", "output": "c"}, "beside question.*--column_mapping response=answer"),
+        ({"problem": "a", "solution": "b"}, r"match no format; .*such as --column_mapping problem=question solution="),
+        ({"conversation": [USER, MODEL]}, "holds list.*--column_mapping conversation=messages"),
+        ({"conversation": [USER, MODEL], "id": 1}, "such as --column_mapping conversation=messages"),
+        ({"column_1": "a", "column_2": "b"}, "not taken as a header.*column_1=prompt column_2=completion"),
         (
             {"dialogue": "a b", "summary": "c"},
             "--column_mapping dialogue=prompt summary=completion, or on the text with",
@@ -107,11 +146,15 @@ def test_texts_stay_a_prompt_and_its_completion_without_turns() -> None:
         ({"chosen": "Human: a", "rejected": "b"}, "--column_mapping chosen=text"),
         ({"version": "1.1", "data": [{"title": "a", "paragraphs": []}]}, r"recipes/question_answering\.py"),
     ],
-    ids=["two formats", "unknown", "summaries", "preferences", "preferences in turns", "preferences in texts", "SQuAD"],
+    ids=[
+        *("two formats", "Dolly", "context", "text and response", "text and completion", "prompt and text"),
+        *("two answers", "other names", "a list alone", "a list", "no header", "summaries"),
+        *("preferences", "preferences in turns", "preferences in texts", "SQuAD"),
+    ],
 )
 def test_what_is_not_clear_or_would_be_learnt_wrongly_is_refused_with_a_mend(row: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        find_format(list(row), [row], None, "the training data")
+        format_of(row)
 
 
 def prepared(path: Path, block_size: int = 64, **flags: Any) -> Any:
@@ -162,6 +205,11 @@ def test_of_a_conversation_that_is_a_prompt_only_the_completion_is_learnt(tmp_pa
     [
         ({"conversations": [{"value": "a"}]}, "a list of turns with `from` and `value`"),
         ({"conversations": said(("human", "a"), ("function_call", "no call"))}, "`name` and `arguments`"),
+        (
+            {"conversations": said(("human", "a"), ("function_call", '{"name": "b", "arguments": "c"}'))},
+            "its JSON text",
+        ),
+        ({"conversations": [*said(("human", "a")), {"from": "gpt", "value": "b", "weight": 0.5}]}, "must be 0 .* or 1"),
     ],
 )
 def test_a_row_that_cannot_be_is_named_by_file_and_line(bad: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -201,6 +249,7 @@ def test_the_documentation_has_every_format() -> None:
         ("id=body", "has a column 'body' as well as 'id'"),
         ("id", "must be OLD=NEW"),
         ("title=text id=text", "each used only once"),
+        ("title=text=body", "must be OLD=NEW"),
         ("title=text", ""),
         ("body=question title=answer", ""),
     ],
@@ -210,7 +259,7 @@ def test_columns_are_renamed_before_they_are_looked_at(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(Path("a.jsonl"), [{"id": "1", "title": "x", "body": "y z"}])
-    Path("a.yaml").write_text("column_mapping:\n" + "".join(f"  {w.replace('=', ': ')}\n" for w in words.split()))
+    Path("a.yaml").write_text("column_mapping:\n" + "".join(f"  {w.replace('=', ': ', 1)}\n" for w in words.split()))
     for how in (["--column_mapping", *words.split()], ["--config", "a.yaml"] if words.count("=") else None):
         if how is None:
             continue
@@ -252,8 +301,29 @@ def test_what_does_no_harm_is_said_and_learnt(tmp_path: Path) -> None:
         (BARE, [USER, MODEL], {"train_on": "all"}, "messages, 20 conversations"),
         (ENDED, [USER, USER, MODEL], {}, "a role speaks twice in a row"),
         (ENDED, [USER, {"role": "assistant", "content": ""}, *AGAIN], {}, "have an empty assistant turn"),
+        (ENDED, [USER, {"role": "assistant", "content": None}, *AGAIN], {}, "have an empty assistant turn"),
     ):
         (tmp_path / "own.jinja").write_text(template)
         path.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(20)))
         data = prepared(path, chat_template=str(tmp_path / "own.jinja"), **flags)
         assert words in data.account.describe()
+
+
+def test_conversations_that_teach_nothing_are_counted(tmp_path: Path) -> None:
+    rows = [{"messages": turns} for turns in ([USER, MODEL], [USER], [USER, {**MODEL, "weight": 0}], [USER, MODEL])]
+    said_of = prepared(write(tmp_path / "a.jsonl", rows * 9)).account.describe()
+    assert "18 of 36 conversations have nothing to train on" in said_of
+    assert "nothing to train on" not in prepared(tmp_path / "a.jsonl", train_on="all").account.describe()
+
+
+def test_an_error_about_columns_names_the_file_if_there_are_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("a.jsonl"), [{"messages": [USER, MODEL]}] * 9)
+    write(Path("b.jsonl"), [{"problem": "a", "remark": "b"}] * 9)
+    files = ["a.jsonl", "b.jsonl"]
+    with pytest.raises(RequestError, match=r"the training data b\.jsonl: no column"):
+        look_at_columns(resolve(recipes()["causal_lm"], ["--train_file", *files], Launch(), is_here=False))
+    with pytest.raises(RequestError, match=r"the training data b\.jsonl: no column"):
+        open_corpora(CorpusArguments(train_file=files), seed=1)

@@ -116,7 +116,8 @@ def _encoded(tokenizer: Any, turns: list[Turn], tools: Schemas, learning: Learni
     learnt = [True] * len(ids) if learns_all else _learnt(encoded["offset_mapping"], spans)
     ignores_tools = bool(tools) and writing.whole == _without_tools(tokenizer, turns)
     twice = ids[:2] == [tokenizer.bos_token_id] * 2
-    remarks = remarks_on(turns, spans, writing.left_out, ignores_tools, twice)
+    said = {"ignores_tools": ignores_tools, "twice": twice, "is_learnt": any(learnt)}
+    remarks = remarks_on(turns, spans, writing.left_out, **said)
     return Encoded(ids, learnt, remarks)
 
 

@@ -21,6 +21,7 @@ REMARKS = {
     "twice": "{n} begin with two tokens for the beginning of a text: remove one from the chat template or the rows",
     "repeated": "in {n} a role speaks twice in a row, or the assistant first: merge such turns, or remove the rows",
     "empty": "{n} have an empty assistant turn, which is not trained on: fill it, or remove the row",
+    "unlearnt": "{n} have nothing to train on: no assistant turn with words, or each has weight 0: remove the rows",
     "unknown": "{n} have turns of unknown roles, which are not trained on (known are "
     + ", ".join(ROLES)
     + "): rename them",
@@ -43,7 +44,13 @@ ENDLESS = (
 
 
 def remarks_on(
-    turns: Sequence[Turn], spans: Sequence[Span], left_out: set[tuple[int, str]], ignores_tools: bool, twice: bool
+    turns: Sequence[Turn],
+    spans: Sequence[Span],
+    left_out: set[tuple[int, str]],
+    *,
+    ignores_tools: bool,
+    twice: bool,
+    is_learnt: bool,
 ) -> list[int]:
     """For each of REMARKS, whether it applies to these turns, of which the template leaves out `left_out`."""
     roles = [turn["role"] for turn in turns]
@@ -54,6 +61,7 @@ def remarks_on(
         "twice": twice,
         "repeated": spoken[:1] == [ASSISTANT] or any(a == b and a in ("user", ASSISTANT) for a, b in pairwise(roles)),
         "empty": any(turn["role"] == ASSISTANT and not has_words(turn) for turn in turns),
+        "unlearnt": not is_learnt,
         "unknown": not set(roles) <= set(ROLES),
         "untooled": ignores_tools,
     }

@@ -65,8 +65,11 @@ def _turn(turn: Turn, strips: bool) -> Turn:
         turn["content"] = _text(turn["content"], turn["role"])
     if "function_call" in turn:  # OpenAI's older form of a single call
         turn["tool_calls"] = [{"type": "function", "function": turn.pop("function_call")}]
+    if turn["role"] == ASSISTANT and turn.get("weight", 1) not in (0, 1):
+        raise RequestError(f"`weight` of a turn must be 0 (context only) or 1, but one is {quoted(turn)}.")
     if not turn.get("tool_calls"):
         turn.pop("tool_calls", None)  # tables have empty lists here if other rows have calls
+        turn.setdefault("content", "")  # it was null
     elif not isinstance(turn["tool_calls"], list) or not all(isinstance(one, dict) for one in turn["tool_calls"]):
         raise RequestError(f"`tool_calls` must be a list of calls with `function`, but one is {quoted(turn)}.")
     for call in turn.get("tool_calls", []):
@@ -74,8 +77,12 @@ def _turn(turn: Turn, strips: bool) -> Turn:
         if "arguments" in function:
             # OpenAI stores arguments as text, which most templates would encode as JSON again; vLLM decodes it, too
             # (entrypoints/chat_utils.py).
-            read = from_json(function["arguments"])
-            function["arguments"] = read if isinstance(read, dict) else function["arguments"]
+            read = from_json(function["arguments"] or "{}")
+            if not isinstance(read, dict):
+                raise RequestError(
+                    f"`arguments` of a tool call must be an object, or its JSON text, but one is {quoted(call)}."
+                )
+            function["arguments"] = read
     if strips and turn["role"] == ASSISTANT:
         turn = {name: value for name, value in turn.items() if name not in THOUGHTS}
         if CLOSES_THOUGHT in turn.get("content", ""):
