@@ -34,7 +34,7 @@ MORE_ANSWERS = ("answers", "responses", "outputs", "completions", "reply")  # no
 PROMPTS = ("prompt", "instruction", "question")
 HEADLESS = (
     " Its first row was not taken as a header, because it has numbers above numbers, or a cell that recurs below. "
-    "Remove header lines that are repeated below, or give columns their names with --column_mapping."
+    "If it is one, remove the lines below that repeat it."
 )
 PAIRS = ("chosen", "rejected")  # the better and the worse answer
 OUT_OF_THE_WAY = "--column_mapping NAME=OTHER renames a column, --text_column_name NAME trains on one as plain text"

@@ -69,7 +69,8 @@ def _turn(turn: Turn, strips: bool) -> Turn:
         raise RequestError(f"`weight` of a turn must be 0 (context only) or 1, but one is {quoted(turn)}.")
     if not turn.get("tool_calls"):
         turn.pop("tool_calls", None)  # tables have empty lists here if other rows have calls
-        turn.setdefault("content", "")  # it was null
+        if turn["role"] == ASSISTANT:
+            turn.setdefault("content", "")  # it was null, which templates cannot write
     elif not isinstance(turn["tool_calls"], list) or not all(isinstance(one, dict) for one in turn["tool_calls"]):
         raise RequestError(f"`tool_calls` must be a list of calls with `function`, but one is {quoted(turn)}.")
     for call in turn.get("tool_calls", []):
