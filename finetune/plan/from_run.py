@@ -70,16 +70,14 @@ def job_of(
     run: Run, machine: Machine, params_per_layer: int | None = None, subject: Subject | None = None
 ) -> tuple[Job, dict[str, Any] | None, list[str]]:
     """The job, its DeepSpeed config, and notes. `subject` is for recipes that make up samples. Raises RequestError."""
-    notes: list[str] = []
+    notes = [*_rows_of_texts(run)]
     _check_numbers(run, params_per_layer)
     subject = subject or _subject(run, machine, params_per_layer, notes)
     model, run = subject.model, settle_engine(run)
-    notes += _rows_of_texts(run)
     _check_engine(run, model)
     run = with_deepspeed(run, machine.device, notes)
     lora, asked = lora_of(run, model), deepspeed_config_of(run)
     flags = precision_flags(run, stated_precision(asked), lambda: _fastest(machine, notes), bool(asked))
-    precision = _precision(run, flags, machine, asked)
     job = Job(
         model=with_lora(in_4bit(model) if run.value("load_in_4bit") else model, lora) if lora else model,
         engine=FSDP if run.value("fsdp") else TRAINER,
@@ -92,7 +90,7 @@ def job_of(
         targets=subject.targets,
         image_size=subject.image_size,
         accumulation=run.value("gradient_accumulation_steps"),
-        precision=precision,
+        precision=_precision(run, flags, machine, asked),
         checkpoint_interval=checkpoint_interval(run),
         attention=_one_of(run, "attn_implementation", ATTENTIONS, "sdpa"),
         loss_chunk_tokens=subject.loss_chunk_tokens,
@@ -109,13 +107,12 @@ def job_of(
     loaded = load_deepspeed(run, asked, context_of(run, flags, has_cuda=job.device == "cuda", is_here=False))
     if Config(loaded.config).is_on("bf16.bf16_master_weights_and_grads"):
         notes.append("bf16_master_weights_and_grads: masters and states are counted in fp32; the run takes less")
-    zero = read_zero(Config(loaded.config), model.hidden_size, run.value("max_grad_norm"), precision)
+    zero = read_zero(Config(loaded.config), model.hidden_size, run.value("max_grad_norm"), job.precision)
     if zero.stage == 3:
         check_sharded(run)
     optimizer, engine = optimizer_of(run.value("optim"), loaded.config), DEEPSPEED if run.stages is None else PIPELINE
-    if "nvme" in (zero.offload_optimizer, zero.offload_param):
-        job = replace(job, saves_beside_from=None)
-    job = replace(job, engine=engine, zero=zero, optimizer=optimizer)
+    beside = None if "nvme" in (zero.offload_optimizer, zero.offload_param) else job.saves_beside_from
+    job = replace(job, engine=engine, zero=zero, optimizer=optimizer, saves_beside_from=beside)
     check_shared(run, job)
     return job, loaded.config, [*notes, *loaded.notes]
 

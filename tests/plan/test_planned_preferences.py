@@ -114,13 +114,6 @@ def test_what_the_recipe_refuses_is_refused_in_its_words(recipe: str, flags: tup
         planned(*flags, recipe=recipe)
 
 
-def test_an_encoder_with_a_decoder_that_is_not_written_down_is_refused_by_name(tmp_path: Path) -> None:
-    config = {"model_type": "bart", "is_encoder_decoder": True, "d_model": 32, "vocab_size": 99}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(RequestError, match="'bart'"):
-        planned("--model_name_or_path", str(tmp_path), recipe="seq2seq")
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "flags",

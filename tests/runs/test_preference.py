@@ -160,7 +160,7 @@ def test_pairs_that_share_their_prompts_pass_are_learnt_as_others(
     ranks = 1 if launcher == "python" else 2
     done = run(launcher, tmp_path / "run", {**flags, "share_prompt": True}, ranks=ranks)
     for name in ("loss", "logp_chosen", "logp_rejected", "grad_norm"):
-        assert done.column(name) == pytest.approx(one_rank.column(name), rel=1e-5 if ranks == 1 else 1e-3, abs=1e-5)
+        assert done.column(name) == pytest.approx(one_rank.column(name), rel=5e-5 if ranks == 1 else 1e-3, abs=1e-5)
     found = [one.json("eval_results.json")["eval_loss"] for one in (one_rank, done)]
     assert found[0] == pytest.approx(found[1], rel=1e-5 if ranks == 1 else 1e-3)
 
