@@ -13,12 +13,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from releases import in_words, versions
-from sequence_parallel import PACKED, REPO, SHAPE, STEPS, TRAINED, launched, prepare
+from sequence_parallel import PACKED, REPO, SHAPE, STEPS, TRAINED, prepare, run_of
 
 OUT = REPO / "docs" / "results" / "expert_parallel.json"
 GLOBAL_BATCH, CLIP, ROUTER = 8, 0.5, 0.1
@@ -44,16 +45,11 @@ def equality(home: Path) -> Iterator[dict[str, Any]]:
     from safetensors.torch import load_file
     from warm_ranks import WarmRanks
 
-    warm = WarmRanks()
     every = {**TRAINED, **PACKED, "max_grad_norm": CLIP, "router_aux_loss_coef": ROUTER}
     every |= {"train_file": home / "answers.jsonl", "model_name_or_path": home / "model"}
 
-    def trained(ranks: int, **values: Any) -> tuple[list[dict[str, Any]], Any]:
-        folder = Path(tempfile.mkdtemp(dir=home))
-        launched(warm, ranks, ["recipes/causal_lm.py"], {**every, "output_dir": folder / "run", **values})
-        log = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-        return [row for row in log if "loss" in row], load_file(folder / "run/model.safetensors")
-
+    warm = WarmRanks()
+    trained = partial(run_of, home, warm, every)
     log, weights = trained(1, per_device_train_batch_size=GLOBAL_BATCH)
     before = load_file(home / "model/model.safetensors")
     largest_update = max(float((weights[name] - before[name]).abs().max()) for name in weights)

@@ -18,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -120,19 +121,24 @@ def layouts(largest: int) -> Iterator[dict[str, int]]:
                 yield {"size": size, "readers": readers, "stage": stage, "steps": steps}
 
 
+def run_of(home: Path, warm: Any, every: Mapping[str, Any], ranks: int, **values: Any) -> tuple[list[Any], Any]:
+    """The logged rows of recipes/causal_lm.py with a loss, and the final weights."""
+    from safetensors.torch import load_file
+
+    folder = Path(tempfile.mkdtemp(dir=home))
+    launched(warm, ranks, ["recipes/causal_lm.py"], {**every, "output_dir": folder / "run", **values})
+    log = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return [row for row in log if "loss" in row], load_file(folder / "run/model.safetensors")
+
+
 def equality(home: Path, largest: int) -> Iterator[dict[str, Any]]:
     from safetensors.torch import load_file
     from warm_ranks import WarmRanks
 
-    warm = WarmRanks()
     every = {**TRAINED, **PACKED, "train_file": home / "answers.jsonl", "model_name_or_path": home / "model"}
 
-    def trained(ranks: int, **values: Any) -> tuple[list[dict[str, Any]], Any]:
-        folder = Path(tempfile.mkdtemp(dir=home))
-        launched(warm, ranks, ["recipes/causal_lm.py"], {**every, "output_dir": folder / "run", **values})
-        log = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-        return [row for row in log if "loss" in row], load_file(folder / "run/model.safetensors")
-
+    warm = WarmRanks()
+    trained = partial(run_of, home, warm, every)
     log, weights = trained(1, per_device_train_batch_size=GLOBAL_BATCH)
     before = load_file(home / "model/model.safetensors")
     largest_update = max(float((weights[name] - before[name]).abs().max()) for name in weights)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import RequestError
+from finetune.run.flags.groups import drop_one, group_faults_here, size_faults
 from finetune.safe_read import read_json_object
 
 if TYPE_CHECKING:
@@ -28,31 +29,15 @@ COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 def expert_faults(run: Run) -> Iterator[str]:
     """Errors that show in the flags alone."""
-    size, said, world = run.expert_parallel_size, run.said("expert_parallel_size"), run.launch.world_size
-    if size == 1:
-        return
-    if world > 1 and world % size:
-        yield (
-            f"{said}, but this run has {world} ranks, which is not a multiple of {size}. Give a divisor of {world}, or "
-            f"launch with {size * -(-world // size)} ranks."
-        )
-    for name, why in REFUSED.items():
-        nothing = ("none", "false", "0", "") + (("1",) if name == "sequence_parallel_size" else ())
-        if str(run.value(name)).lower() not in nothing:
-            yield f"{run.said(name)}, but {said}: {why}. Drop one of the two."
+    if run.expert_parallel_size > 1:
+        yield from size_faults(run, "expert_parallel_size")
+        yield from drop_one(run, "expert_parallel_size", REFUSED)
 
 
 def expert_faults_here(run: Run, deepspeed: str | None) -> Iterator[str]:
     """Further errors in a run that is to start on this machine; `deepspeed` is its config, if any."""
-    size, said = run.expert_parallel_size, run.said("expert_parallel_size")
-    if size == 1:
-        return
-    if not run.value("do_train"):
-        yield f"{said}, which spreads experts in training, but {run.said('do_train')}. Drop it."
-    elif run.launch.world_size == 1:
-        yield f"{said}, but this is one rank. Launch with `deepspeed --num_gpus {size}` or more, or drop it."
-    elif deepspeed is None:
-        yield f"{said}, which needs DeepSpeed, but this run does not use it. Add --deepspeed zero2, for instance."
+    if run.expert_parallel_size > 1:
+        yield from group_faults_here(run, "expert_parallel_size", "spreads experts", deepspeed)
 
 
 def look_at_experts(run: Run) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from finetune.run.flag import AT_LEAST_ONE, NOT_NEGATIVE, flag
+from finetune.run.flags.groups import is_on
 from finetune.run.on_resume import GOES_ON, VALUES
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ class ExpertArguments:
 def unsupported(run: Run) -> str | None:
     """Why the routers' loss cannot be computed under the run's flags; None if it can."""
     for name, why in REFUSED.items():
-        nothing = ("none", "false", "0", "0.0", "") + (("1",) if name == "sequence_parallel_size" else ())
-        if name in run.recipe.flags and str(run.value(name)).lower() not in nothing:
+        if name in run.recipe.flags and is_on(run, name):
             return f"{run.said(name)}, but the model has a router loss: {why}."
     return None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import RequestError
 from finetune.run.flag import AT_LEAST_ONE, NOT_NEGATIVE, flag
+from finetune.run.flags.groups import drop_one, group_faults_here, size_faults
 from finetune.run.on_resume import GOES_ON
 from finetune.safe_read import read_json_object
 
@@ -62,51 +63,32 @@ class SequenceParallelArguments:
 def sequence_faults(run: Run) -> Iterator[str]:
     """Errors that show in the flags alone."""
     if run.value("tiled_mlp_num_shards"):
-        yield from _drop_one(run, run.said("tiled_mlp_num_shards"), NOT_TILED)
+        yield from drop_one(run, "tiled_mlp_num_shards", NOT_TILED)
     size, said = run.sequence_parallel_size, run.said("sequence_parallel_size")
     if size == 1:
         return
-    world, block = run.launch.world_size, run.value("block_size")
-    if world > 1 and world % size:
-        yield (
-            f"{said}, but this run has {world} ranks, which is not a multiple of {size}. Give a divisor of {world}, or "
-            f"launch with {size * -(-world // size)} ranks."
-        )
-    if block and block % size:
+    yield from size_faults(run, "sequence_parallel_size")
+    if (block := run.value("block_size")) and block % size:
         yield f"{said}, which does not divide {run.said('block_size')[2:]}: ranks must get equal parts. Change one."
     if run.value("attn_implementation") not in (None, *ATTENTIONS):
         shown = run.said("attn_implementation")
         yield f"{shown}, which --sequence_parallel_size does not support. Use one of {_known()}."
-    yield from _drop_one(run, said, REFUSED)
+    yield from drop_one(run, "sequence_parallel_size", REFUSED)
 
 
 def _known() -> str:
     return ", ".join(ATTENTIONS)
 
 
-def _drop_one(run: Run, said: str, others: Mapping[str, str]) -> Iterator[str]:
-    for name, why in others.items():
-        if str(run.value(name)).lower() not in ("none", "false", "0", "0.0", ""):
-            yield f"{run.said(name)}, but {said}: {why}. Drop one of the two."
-
-
 def sequence_faults_here(run: Run, deepspeed: str | None) -> Iterator[str]:
     """Further errors in a run that is to start on this machine; `deepspeed` is its config, if any."""
-    said = run.said("sequence_parallel_size")
     tiled = run.value("tiled_mlp_num_shards") and run.said("tiled_mlp_num_shards")
     if tiled and not run.value("do_train"):
         yield f"{tiled}, which tiles MLPs in training, but {run.said('do_train')}. Drop it."
     elif tiled and not deepspeed:
         yield f"{tiled}, which needs DeepSpeed, but this run does not use it. Add --deepspeed zero2, for instance."
-    if run.sequence_parallel_size == 1:
-        return
-    if not run.value("do_train"):
-        yield f"{said}, which splits texts in training, but {run.said('do_train')}. Drop it."
-    elif run.launch.world_size == 1:
-        size = run.sequence_parallel_size
-        yield f"{said}, but this is one rank. Launch with `deepspeed --num_gpus {size}` or more, or drop it."
-    elif not deepspeed:
-        yield f"{said}, which needs DeepSpeed, but this run does not use it. Add --deepspeed zero2, for instance."
+    if run.sequence_parallel_size > 1:
+        yield from group_faults_here(run, "sequence_parallel_size", "splits texts", deepspeed)
 
 
 def look_at_heads(run: Run) -> None:

@@ -1,0 +1,45 @@
+"""What --sequence_parallel_size and --expert_parallel_size have in common: groups of ranks, which DeepSpeed makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from finetune.run.run import Run
+
+NOTHING = ("none", "false", "0", "0.0", "")  # values with which a flag does nothing, in lower case
+
+
+def is_on(run: Run, name: str) -> bool:
+    """Whether the flag `name` does anything; a group of one rank does not."""
+    return str(run.value(name)).lower() not in (*NOTHING, *(("1",) if name == "sequence_parallel_size" else ()))
+
+
+def drop_one(run: Run, name: str, others: Mapping[str, str]) -> Iterator[str]:
+    """An error for each of the `others` that is on, with the reason why it does not go with the flag `name`."""
+    for other, why in others.items():
+        if is_on(run, other):
+            yield f"{run.said(other)}, but {run.said(name)}: {why}. Drop one of the two."
+
+
+def size_faults(run: Run, name: str) -> Iterator[str]:
+    """An error if the run's ranks cannot form groups of the size that the flag `name` gives."""
+    size, world = run.value(name), run.launch.world_size
+    if world > 1 and world % size:
+        yield (
+            f"{run.said(name)}, but this run has {world} ranks, which is not a multiple of {size}. Give a divisor of "
+            f"{world}, or launch with {size * -(-world // size)} ranks."
+        )
+
+
+def group_faults_here(run: Run, name: str, does: str, deepspeed: str | None) -> Iterator[str]:
+    """An error in a run that is to start on this machine; `does` is what the flag `name` does in training, and
+    `deepspeed` the run's config, if any."""
+    said = run.said(name)
+    if not run.value("do_train"):
+        yield f"{said}, which {does} in training, but {run.said('do_train')}. Drop it."
+    elif run.launch.world_size == 1:
+        yield f"{said}, but this is one rank. Launch with `deepspeed --num_gpus {run.value(name)}` or more, or drop it."
+    elif not deepspeed:
+        yield f"{said}, which needs DeepSpeed, but this run does not use it. Add --deepspeed zero2, for instance."
