@@ -127,21 +127,23 @@ def single(rows: Sequence[Sides], needs_both: bool = True) -> list[Sides]:
     return found
 
 
-def encoded(tokenizer: Any, row: Sides) -> list[TokensOfSide]:
-    """Token ids of the prompt with each answer, up to the last trained token. Plain texts begin with the tokenizer's
-    own start tokens, as in `finetune generate`; chat templates write their own. Raises RequestError."""
-    made, beginning = [], [] if row.is_chat else beginning_of(tokenizer)
+def encoded(tokenizer: Any, row: Sides) -> tuple[list[TokensOfSide], list[int]]:
+    """Token ids of the prompt with each answer, up to the last trained token; and for conversations whether each of
+    `remarks.REMARKS` applies. Plain texts begin with the tokenizer's own start tokens, as in `finetune generate`; chat
+    templates write their own. Raises RequestError."""
+    made, beginning, remarks = [], [] if row.is_chat else beginning_of(tokenizer), []
     for answer in row.answers:
         if row.is_chat:
             before = [{**turn, "weight": NOT_LEARNT} for turn in row.prompt]
-            ids, learnt, _ = conversation(tokenizer, [*before, *answer])
+            ids, learnt, said = conversation(tokenizer, [*before, *answer])
+            remarks.append(said)
         else:
             ids, learnt, _ = completion(tokenizer, row.prompt, answer, beginning)
         end = max((i + 1 for i, used in enumerate(learnt) if used), default=0)
         if not end:
             raise RequestError(f"row {row.number + 1}: no token of an answer is trained on: {quoted(answer)}.")
         made.append((list(ids[:end]), list(map(bool, learnt[:end]))))
-    return made
+    return made, [max(said) for said in zip(*remarks, strict=True)]
 
 
 def fitted(sides: Sequence[TokensOfSide], most: int) -> tuple[list[TokensOfSide], bool]:

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 
 from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states, prepare_once
 from finetune.data.charset import encoding_notes
+from finetune.data.chat.remarks import notes_of
 from finetune.data.chat.templates import DEFAULT_TEMPLATE, INVENTED, is_ours, read_template
 from finetune.data.column_names import renames_in
 from finetune.data.columns import said_columns
@@ -49,7 +50,7 @@ from finetune.run.launch import Launch
 from finetune.run.recipes.preference import PreferenceDataArguments
 from finetune.safe_read.bounded import each_bounded
 
-FORMAT = 4  # raise it when what is cached changes
+FORMAT = 5  # raise it when what is cached changes
 
 
 @dataclass(frozen=True)
@@ -195,10 +196,13 @@ class _Job:
         if is_chat and not tokenizer.chat_template:
             notes.append(INVENTED.format(end=tokenizer.eos_token or "nothing"))
         truncated, first, rows_of = {}, 0, {}
+        remarks: list[list[int]] = []
         for split, rows in sides.items():
-            made, truncated[split] = self._encoded(tokenizer, rows, first)
+            made, truncated[split] = self._encoded(tokenizer, rows, first, remarks)
             rows_of[split], first = len(made), first + len(made)
             made.save_to_disk(str(folder / split))
+        if is_chat:
+            notes += notes_of([sum(said) for said in zip(*filter(None, remarks), strict=True)], first)
         tokenizer.save_pretrained(str(folder / "tokenizer"))
         said = "" if source.startswith("built-in") else columns
         notes = [note for note in notes if note]
@@ -242,13 +246,18 @@ class _Job:
         kind, size = self.arguments.tokenizer, self.arguments.bpe_vocab_size
         return train_text_tokenizer(kind, texts, size, self.block_size, with_end=True)
 
-    def _encoded(self, tokenizer: Any, rows: Sequence[Sides], first: int) -> tuple[Dataset, int]:
-        """A table of token ids, and how many rows were cut. Rows are sorted by length, because it saves padding and
-        metrics do not depend on order."""
+    def _encoded(
+        self, tokenizer: Any, rows: Sequence[Sides], first: int, remarks: list[list[int]]
+    ) -> tuple[Dataset, int]:
+        """A table of token ids, and how many rows were cut; adds each row's remarks to `remarks`. Rows are sorted by
+        length, because it saves padding and metrics do not depend on order."""
         encode = partial(encoded, tokenizer)
         strange = any(row.is_chat for row in rows) and not is_ours(tokenizer.chat_template)
         made = each_bounded(encode, rows, "the tokenizer's chat template") if strange else map(encode, rows)
-        cut_to = [fitted(sides, self.block_size) for sides in made]
+        cut_to = []
+        for found, said in made:
+            cut_to.append(fitted(found, self.block_size))
+            remarks.append(said)
         names = OF_ANSWERS if self.is_single else OF_PAIRS
         if self.is_single:
             cut_to = with_others(rows, cut_to, self.block_size)

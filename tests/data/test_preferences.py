@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ def test_kto_takes_pairs_apart_and_refuses_answers_of_one_kind() -> None:
 
 
 def test_the_answers_alone_are_learnt_and_both_prompts_are_cut_alike() -> None:
-    pair = encoded(BYTES, sides_of(PAIRS, {"prompt": "0123456789", "chosen": "abc", "rejected": "de"}))
+    pair, _ = encoded(BYTES, sides_of(PAIRS, {"prompt": "0123456789", "chosen": "abc", "rejected": "de"}))
     assert [(len(ids), learnt.index(True), sum(learnt)) for ids, learnt in pair] == [(14, 10, 4), (13, 10, 3)]
     short, was_cut = fitted(pair, 8)
     assert was_cut
@@ -130,14 +131,14 @@ def test_of_conversations_the_answers_are_learnt_with_their_end() -> None:
     assert row.prompt == [USER, BAD, USER]
     said = [
         BYTES.decode([token for token, used in zip(ids, learnt, strict=True) if used])
-        for ids, learnt in encoded(BYTES, row)
+        for ids, learnt in encoded(BYTES, row)[0]
     ]
     assert said == ["Good day<|endoftext|>", "What?<|endoftext|>"]
 
 
 def test_the_other_answer_of_kto_is_that_of_another_row() -> None:
     rows = single([sides_of(PAIRS, {"prompt": "p", "chosen": "a", "rejected": "bc"})])
-    made = with_others(rows, [fitted(encoded(BYTES, row), 64) for row in rows], 64)
+    made = with_others(rows, [fitted(encoded(BYTES, row)[0], 64) for row in rows], 64)
     assert [[BYTES.decode(ids, skip_special_tokens=True) for ids, _ in sides] for sides, _ in made] == [
         ["pa", "pbc"], ["pbc", "pa"]]  # fmt: skip
 
@@ -145,7 +146,7 @@ def test_the_other_answer_of_kto_is_that_of_another_row() -> None:
 def test_the_other_answer_of_kto_belongs_to_another_prompt_and_each_answer_serves_once() -> None:
     pairs = [sides_of(PAIRS, {"prompt": f"{p}", "chosen": f"{p}a", "rejected": f"{p}b"}) for p in (1, 2, 1, 3, 4)]
     rows = single(pairs)
-    made = with_others(rows, [fitted(encoded(BYTES, row), 64) for row in rows], 64)
+    made = with_others(rows, [fitted(encoded(BYTES, row)[0], 64) for row in rows], 64)
     read = [[BYTES.decode(ids, skip_special_tokens=True) for ids, _ in sides] for sides, _ in made]
     assert [own[0] == own[1] for own, _ in read] == [True] * 10, "its prompt before its own answer"
     assert all(other[0] == own[0] != other[1] for own, other in read), "and before another prompt's"
@@ -161,7 +162,7 @@ def test_texts_begin_with_the_mark_that_the_tokenizer_begins_texts_with() -> Non
         single="<s> $A", special_tokens=[("<s>", marking.bos_token_id)]
     )
     row = sides_of(PAIRS, {"prompt": "p", "chosen": "a", "rejected": "b"})
-    for ids, learnt in encoded(marking, row):
+    for ids, learnt in encoded(marking, row)[0]:
         assert ids[:2] == marking("p")["input_ids"]
         assert learnt == [False, False, True, True]
 
@@ -194,12 +195,17 @@ def test_built_in_pairs_differ_in_the_order_of_their_words_alone() -> None:
 
 
 def prepared(
-    folder: Path, rows: list[dict[str, Any]], loss: str = "dpo", block_size: int = 12, **more: Any
+    folder: Path,
+    rows: list[dict[str, Any]],
+    loss: str = "dpo",
+    block_size: int = 12,
+    tokenizer: Any = BYTES,
+    **more: Any,
 ) -> PreferenceData:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags, cut = PreferenceDataArguments(train_file=str(path)), PreparationArguments(**more)
-    return prepare_preferences(flags, cut, BYTES, loss=loss, block_size=block_size, seed=0, launch=read_launch())
+    return prepare_preferences(flags, cut, tokenizer, loss=loss, block_size=block_size, seed=0, launch=read_launch())
 
 
 def test_bad_rows_are_named_by_their_line_or_left_out_and_counted(tmp_path: Path) -> None:
@@ -255,6 +261,18 @@ def test_a_prompt_under_any_of_its_names_gives_the_tokens_of_a_column_prompt(
     for split, table in found[1].splits.items():
         assert table.to_list() == found[0].splits[split].to_list()
     assert f", {said} as their prompt" in found[0].describe()
+
+
+def test_turns_that_the_template_leaves_out_are_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": [{"role": "system", "content": f"Be {i}."}, USER], "chosen": [GOOD], "rejected": [BAD]}
+            for i in range(5)]  # fmt: skip
+    mute = copy.deepcopy(BYTES)
+    mute.chat_template = (
+        "{% for turn in messages if turn.role != 'system' %}{{ turn.role }}: {{ turn.content }}{{ eos_token }}"
+        "{% endfor %}"
+    )
+    said = prepared(tmp_path, [*rows, {**rows[0], "prompt": [USER]}], block_size=64, tokenizer=mute).describe()
+    assert "in 5 of 6 conversations the chat template leaves out the system message" in said
 
 
 def rows_of(row: dict[str, Any]) -> list[dict[str, Any]]:
