@@ -31,7 +31,7 @@ from finetune.run.flags.language import BlockArguments, CorpusArguments
 from finetune.run.launch import Launch
 from finetune.run.mixture import parts_of
 
-FORMAT = 8  # raise it when what is cached changes
+FORMAT = 9  # raise it when what is cached changes
 OF_NO_TOKEN = (*OF_NO_EFFECT, "chat_template", "train_file")  # flags that the key covers by the content they name
 TOKENIZER_DOCUMENTS = 100_000  # of a stream: enough text to train a vocabulary on
 

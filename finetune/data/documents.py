@@ -80,7 +80,9 @@ def open_corpora(arguments: Any, seed: int) -> list[Corpus]:
             f"{found[0].source} has {found[0].kind}, but {others[0].source} has {others[0].kind}. Mix only files of "
             "one kind: --column_mapping may convert them."
         )
-    return found if arguments.streaming else _without_duplicates(found, arguments.drop_duplicates)
+    only_evaluates = bool(arguments.validation_file and not arguments.train_file and not arguments.dataset_name)
+    is_compared = not arguments.streaming and not only_evaluates
+    return _without_duplicates(found, arguments.drop_duplicates) if is_compared else found
 
 
 def _without_duplicates(corpora: list[Corpus], drops: bool) -> list[Corpus]:

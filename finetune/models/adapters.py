@@ -14,9 +14,8 @@ from torch import nn
 from finetune.errors import RequestError, first_line, plain
 from finetune.models.experts import mixture_of
 from finetune.models.source import OF_LABELS, Kept
-from finetune.run.facts import base_dtype, check_sharded
-from finetune.run.flags.adapter import OF_NEW_ADAPTERS, AdapterArguments
-from finetune.run.parse import COMMAND_LINE
+from finetune.run.facts import base_dtype, check_sharded, left_to_adapter
+from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.run import Run
 
 MAX_SHOWN = 20
@@ -108,11 +107,7 @@ def check_adapter(run: Run, adapter: Path | None, shards: bool) -> list[str]:
             f"{run.said('model_name_or_path')}, which is an adapter. Add --use_peft True to train it further; to train "
             f"all weights, merge them first: finetune export {adapter} OUT --merge_adapter."
         )
-    given = [name for name in OF_NEW_ADAPTERS if name in run.given]
-    if told := next((name for name in given if run.source(name) == COMMAND_LINE), None):
-        raise RequestError(f"{run.said(told)}, but the adapter in --model_name_or_path sets its own. Drop it.")
-    said = f"{', '.join(given)} of --config {run.value('config')}"
-    return [f"note: {said} do not apply: the adapter in --model_name_or_path has its own"] * bool(given)
+    return [f"note: {text}" for text in left_to_adapter(run)]
 
 
 def check_expert_adapter(model: Any) -> None:

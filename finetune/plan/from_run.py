@@ -76,7 +76,7 @@ def job_of(
     model, run = subject.model, settle_engine(run)
     _check_engine(run, model)
     run = with_deepspeed(run, machine.device, notes)
-    lora, asked = lora_of(run, model), deepspeed_config_of(run)
+    lora, asked = lora_of(run, model, notes), deepspeed_config_of(run)
     flags = precision_flags(run, stated_precision(asked), lambda: _fastest(machine, notes), bool(asked))
     job = Job(
         model=with_lora(in_4bit(model) if run.value("load_in_4bit") else model, lora) if lora else model,

@@ -2,8 +2,10 @@
 order, and where a training engine steps in. `finetune.plan.step` plays the result on a ledger.
 
 The rules are those of torch/csrc/autograd/engine.cpp: nodes run in the reverse order of the forward pass, what a node
-saved is freed once it has run, gradients that meet are added in place if nobody else holds the first one
-(input_buffer.cpp), and a parameter's gradient is handed on at once.
+saved is freed once it has run, gradients that meet are added into a new tensor, and a parameter's gradient is handed on
+at once. The engine adds in place if nobody else holds the first one's storage (input_buffer.cpp), but a linear layer's
+is a view of a matrix, and so held. Where it adds in place, which it never does under `finetune.measure.memory`'s
+dispatch mode, a plan is one gradient too high.
 """
 
 from __future__ import annotations
@@ -262,17 +264,14 @@ class _Player:
             self._meet(slot, gradient, op.name)
 
     def _meet(self, slot: Slot, gradient: _Gradient, where: str) -> None:
-        first = self.gradients.get(slot)
+        first = self.gradients.pop(slot, None)
         if first is None:
             self.gradients[slot] = gradient
-        elif first.holders == 1:
-            self._let_go(gradient)
         else:
-            total = _Gradient(max(first.bytes, gradient.bytes))
+            self.gradients[slot] = total = _Gradient(max(first.bytes, gradient.bytes))
             self.log.take(GRADIENTS_FLOW, total.bytes, where)
             self._let_go(first)
             self._let_go(gradient)
-            self.gradients[slot] = total
 
     def _let_go(self, gradient: _Gradient) -> None:
         gradient.holders -= 1

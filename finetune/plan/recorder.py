@@ -10,8 +10,8 @@ from finetune.plan.values import FOREVER, Gemm, Lora, Numbers, Op, Segment, Stor
 
 class Recorder:
     """All sizes are in elements unless they say bytes; `shapes`: of the model's parameters by name. With `lora` the
-    model's own weights are frozen, `packed` ones in 4 bits. With `inputs_need_grad` embeddings still pass gradients on,
-    as checkpointing needs (modeling_utils.py, enable_input_require_grads)."""
+    model's own weights are frozen, `packed` ones in 4 bits. With `inputs_need_grad` the input embeddings, which are the
+    first, still pass gradients on, as checkpointing needs (modeling_utils.py, enable_input_require_grads)."""
 
     def __init__(self, numbers: Numbers, shapes: Mapping[str, tuple[int, ...]], lora: Lora | None = None,
                  packed: frozenset[str] = frozenset(), inputs_need_grad: bool = False) -> None:  # fmt: skip
@@ -23,10 +23,17 @@ class Recorder:
         self._kept: list[Value] = []
         self.outlasting: dict[Storage, int] = {}  # storages freed by a later segment, and the segment that made them
         self._casts: dict[str, Value] = {}  # autocast's cache
+        self._embeddings = ""  # the module of the input embeddings
         self.offloads = False  # what recomputed segments save lies on the host
 
     def trains(self, weight: str) -> bool:
         return self.lora is None or self.lora.saves(weight.rpartition(".")[0])
+
+    def makes_leaf(self, module: str) -> bool:
+        """Whether the output of this embedding is made a leaf that needs a gradient; autograd holds a leaf until its
+        gradient has come."""
+        self._embeddings = self._embeddings or module
+        return self.inputs_need_grad and module == self._embeddings and not self.trains(f"{module}.weight")
 
     def casts(self, weight: str) -> bool:
         """Whether each product casts the weight: under autocast, if it is not in half precision already."""

@@ -18,7 +18,7 @@ from finetune.plan.unknown import traced_model
 from finetune.plan.values import Lora
 from finetune.run.choose import candidates, is_told
 from finetune.run.conflicts import FILES
-from finetune.run.facts import tokens_flag
+from finetune.run.facts import left_to_adapter, tokens_flag
 from finetune.run.files import ADAPTER_CONFIG, RUN_RECORD, without_base
 from finetune.run.flags.images import ImageModelArguments
 from finetune.run.flags.language import CausalModelArguments
@@ -207,8 +207,9 @@ def _resnet(run: Run, size: str, notes: list[str]) -> dict[str, Any]:
     return {"model_type": "resnet", **shape, "num_labels": PICTURE_CLASSES}
 
 
-def lora_of(run: Run, model: Model) -> Lora | None:
-    """As in finetune.models.adapters: on all linear layers of the blocks, unless some are named."""
+def lora_of(run: Run, model: Model, notes: list[str]) -> Lora | None:
+    """As in finetune.models.adapters: on all linear layers of the blocks, unless some are named. An adapter's folder
+    sets its own; `notes` says what yields to it. Raises RequestError."""
     if not run.value("use_peft"):
         return None
     if not run.value("model_name_or_path"):
@@ -230,6 +231,7 @@ def lora_of(run: Run, model: Model) -> Lora | None:
     there = _adapter_of(str(run.value("model_name_or_path")))
     if not there:
         return lora
+    notes += left_to_adapter(run)
     rank, names = there.get("r"), there.get("target_modules")
     if not isinstance(rank, int) or rank < 1 or not isinstance(names, list):
         raise RequestError(f"{run.value('model_name_or_path')}: its {ADAPTER_CONFIG} describes no LoRA.")

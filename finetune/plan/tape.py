@@ -177,8 +177,9 @@ class Tape(Recorder):
 
     def embedding(self, module: str, rows: int) -> Value:
         elements = rows * self.shapes[f"{module}.weight"][1]
-        return self.op("embedding", (), elements, weights=(f"{module}.weight",), module=module,
-                       needs_grad=self.trains(f"{module}.weight") or self.inputs_need_grad,
+        is_leaf = self.makes_leaf(module)
+        return self.op("embedding", (), elements, weights=(f"{module}.weight",), module=module, saves_output=is_leaf,
+                       needs_grad=self.trains(f"{module}.weight") or is_leaf,
                        moved=2 * elements * self.numbers.bytes_each)  # fmt: skip
 
     # Attention

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError
-from finetune.run.flags.adapter import PURE
+from finetune.run.flags.adapter import OF_NEW_ADAPTERS, PURE
 from finetune.run.flags.language import LEAST_BLOCK
 from finetune.run.flags.text import LEAST_TOKENS
+from finetune.run.parse import COMMAND_LINE
 from finetune.run.run import Run
 from finetune.run.sizes import MOE_SIZES, causal_shape
 from finetune.safe_read import read_json_object
@@ -110,6 +111,16 @@ def precision_flags(
         why = "DeepSpeed keeps weights in that precision" if by_deepspeed else "such weights need the same precision"
         raise RequestError(f"{run.said('dtype')}, but the run computes in {here}: {why}. Drop one of them.")
     return flags
+
+
+def left_to_adapter(run: Run) -> list[str]:
+    """For a run that names an adapter: which settings of new adapters it was given, as a note if they are a YAML's.
+    Raises RequestError if they are on the command line."""
+    given = [name for name in OF_NEW_ADAPTERS if name in run.given]
+    if told := next((name for name in given if run.source(name) == COMMAND_LINE), None):
+        raise RequestError(f"{run.said(told)}, but the adapter in --model_name_or_path sets its own. Drop it.")
+    said = f"{', '.join(given)} of --config {run.value('config')}"
+    return [f"{said} do not apply: the adapter in --model_name_or_path has its own"] * bool(given)
 
 
 def check_sharded(run: Run) -> None:

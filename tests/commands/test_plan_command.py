@@ -604,6 +604,13 @@ def test_an_adapters_folder_is_planned_on_its_base(tmp_path: Path, capsys: pytes
     there = planned(capsys, str(tmp_path), *words)["job"]["parameters"]
     named = planned(capsys, "Llama-3.2-1B", *words, "--lora_r", "8", "--lora_target_modules", "q_proj", "v_proj")
     assert there == named["job"]["parameters"]
+    assert main(["plan", str(tmp_path), *words, "--lora_r", "4"]) == 2
+    assert "the adapter in --model_name_or_path sets its own. Drop it." in capsys.readouterr().err
+    config = tmp_path / "new.yaml"
+    config.write_text("lora_r: 4\n")
+    found = planned(capsys, str(tmp_path), *words, "--config", str(config))
+    assert found["job"]["parameters"] == there
+    assert any(note.startswith("lora_r of --config") for note in found["notes"])
 
 
 JSON_KEYS = {

@@ -79,6 +79,12 @@ def test_conversations_of_all_files_are_compared_without_what_the_system_says(dr
     )
 
 
+def test_a_file_that_is_only_evaluated_is_not_compared_with_itself(tmp_path: Path) -> None:
+    chats(tmp_path)
+    (corpus,) = open_corpora(CorpusArguments(validation_file=str(tmp_path / "v.jsonl")), seed=1)
+    assert not corpus.notes
+
+
 def test_a_stream_is_not_compared() -> None:
     words = "--train_file a.jsonl --streaming True --max_steps 2 --tokenizer byte --drop_duplicates True"
     with pytest.raises(RequestError, match=r"drop_duplicates.*A stream is not searched"):

@@ -260,17 +260,19 @@ class _Player:
             inputs = [tape.cast(one, FP32_BYTES) if one.bytes_each == HALF_BYTES else one for one in inputs]
         if self.numbers.autocast and name in IN_HALF:
             inputs = [tape.cast(one, HALF_BYTES) for one in inputs]
-        trains = any(map(tape.trains, weights)) or (name == "embedding" and tape.inputs_need_grad)
-        grad = bool(grad) and (trains or any(one.needs_grad for one in inputs))
+        module = weights[-1].rpartition(".")[0] if weights else ""
+        is_leaf = name == "embedding" and tape.makes_leaf(module)
+        trains = any(map(tape.trains, weights))
+        grad = bool(grad) and (trains or is_leaf or any(one.needs_grad for one in inputs))
         sides = {number: self.elements(number) * self.trace.values[number][1] for number in others}
         kept = [number for number in others if self.trace.values[number][2] in op["saved"]]
         is_frozen = bool(weights) and not trains and name in PRODUCTS
         saved = () if is_frozen else [self.storages[one] for one in dict.fromkeys(op["saved"]) if one in self.storages]
         out = tape.op(
             NAMES.get(name, name), inputs, self.elements(first), saves=[Value(0, 1, one) for one in saved],
-            saves_output=place in op["saved"], bytes_each=self.width(name, traced, inputs),
+            saves_output=is_leaf or place in op["saved"], bytes_each=self.width(name, traced, inputs),
             extra_saved=sum(sides[number] for number in kept), weights=tuple(weights[::-1]),
-            module=weights[-1].rpartition(".")[0] if weights else "", passes_on=name in PASSES_ON,
+            module=module, passes_on=name in PASSES_ON,
             narrows=name == "cat", needs_grad=grad, **self.products(op, inputs, grad, trains),
         )  # fmt: skip
         beside = tape.segments[-1].ops[-1].outputs
