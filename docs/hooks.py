@@ -21,10 +21,10 @@ SHOWN = (
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Not docs/ alone: pages, what they show, and the sources that they link to. The theme adds its own files later."""
+    """Not docs/ alone: pages, what they show, and the sources that they link to, beside the theme's own files."""
+    of_theme = [file for file in files if file.src_dir != config.docs_dir]
     found = {
         path for pattern in SHOWN for path in REPO.glob(pattern) if path.is_file() and "__pycache__" not in path.parts
     }
-    return Files(
-        [File.generated(config, path.relative_to(REPO).as_posix(), abs_src_path=str(path)) for path in sorted(found)]
-    )
+    ours = [File.generated(config, path.relative_to(REPO).as_posix(), abs_src_path=str(path)) for path in sorted(found)]
+    return Files([*of_theme, *ours])

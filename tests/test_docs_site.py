@@ -38,6 +38,16 @@ def test_every_page_is_built_and_the_readme_is_the_first(site: Path) -> None:
     assert "install.sh" in (site / "index.html").read_text()
 
 
+def test_every_page_finds_the_files_that_it_is_drawn_with(site: Path) -> None:
+    drawn = re.compile(
+        r"<(?:link\b[^>]*?stylesheet[^>]*?\shref|script\b[^>]*?\ssrc|img\b[^>]*?\ssrc)=[\"']?([^\"' >]+)"
+    )
+    pages = {page: drawn.findall(page.read_text()) for page in site.rglob("*.html") if page.name != "404.html"}
+    assert all(any(name.endswith(".css") for name in names) for names in pages.values())
+    missing = {name for page, names in pages.items() for name in names if not (page.parent / name).is_file()}
+    assert not missing
+
+
 def test_a_page_fetches_nothing(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert [str(page.relative_to(site)) for page in pages if FETCHED.search(page.read_text())] == []
