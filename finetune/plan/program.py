@@ -2,10 +2,8 @@
 order, and where a training engine steps in. `finetune.plan.step` plays the result on a ledger.
 
 The rules are those of torch/csrc/autograd/engine.cpp: nodes run in the reverse order of the forward pass, what a node
-saved is freed once it has run, gradients that meet are added into a new tensor, and a parameter's gradient is handed on
-at once. The engine adds in place if nobody else holds the first one's storage (input_buffer.cpp), but a linear layer's
-is a view of a matrix, and so held. Where it adds in place, which it never does under `finetune.measure.memory`'s
-dispatch mode, a plan is one gradient too high.
+saved is freed once it has run, gradients that meet are added in place if nobody else holds the first one's storage
+(input_buffer.cpp), and a parameter's gradient is handed on at once.
 """
 
 from __future__ import annotations
@@ -54,8 +52,11 @@ class Program:
 
 @dataclass(eq=False)
 class _Gradient:
+    """`is_view`: of a matrix, as that of a linear layer's input is, so that the matrix holds its storage as well."""
+
     bytes: int
     holders: int = 1
+    is_view: bool = False
 
 
 @dataclass
@@ -247,7 +248,7 @@ class _Player:
                 arrived[0].holders += 1
                 made.append((value.slot, arrived[0]))
             else:
-                made.append((value.slot, _Gradient(value.bytes)))
+                made.append((value.slot, _Gradient(value.bytes, is_view=op.name == "linear")))
                 self.log.take(GRADIENTS_FLOW, value.bytes, op.name)
         if op.weights:
             self.log.step_in(Kind.MADE, place)
@@ -264,14 +265,17 @@ class _Player:
             self._meet(slot, gradient, op.name)
 
     def _meet(self, slot: Slot, gradient: _Gradient, where: str) -> None:
-        first = self.gradients.pop(slot, None)
+        first = self.gradients.get(slot)
         if first is None:
             self.gradients[slot] = gradient
+        elif first.holders == 1 and not first.is_view:
+            self._let_go(gradient)
         else:
-            self.gradients[slot] = total = _Gradient(max(first.bytes, gradient.bytes))
+            total = _Gradient(max(first.bytes, gradient.bytes))
             self.log.take(GRADIENTS_FLOW, total.bytes, where)
             self._let_go(first)
             self._let_go(gradient)
+            self.gradients[slot] = total
 
     def _let_go(self, gradient: _Gradient) -> None:
         gradient.holders -= 1
