@@ -26,15 +26,18 @@ from typing import Any
 import torch
 from limit_page import KINDS, OUT, PAIRS, TIMED, page, picture
 from torch.profiler import ProfilerActivity, profile
-from transformers import TrainerCallback, TrainingArguments, default_data_collator
+from transformers import TrainerCallback, TrainingArguments
 
 from finetune.data.builtin import docstring_rows
+from finetune.models import short_attention
+from finetune.run.facts import SHORT_TOKENS
 from finetune.run.flags.guards import GuardArguments
 from finetune.training.runtime import choose_precision
 from finetune.training.trainer import FinetuneTrainer
 
 ROUNDS, WARM, TRACED = 7, 3, 2  # rounds, after one that is discarded; warm-up and traced steps per round
 LENGTH, ROWS = 128, 2048
+LENGTHS, TOKENS = (16, 32, 64, 128, 256, 512), 2048  # of rows in the comparison of attentions; tokens of a batch
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 
 
@@ -58,11 +61,11 @@ def minilm() -> dict[str, Any]:
     return {"model": model, "data": data, "collator": collator, "batch": 32, "lengths": [len(one) for one in ids]}
 
 
-def char() -> dict[str, Any]:
+def char(positions: int = 64) -> dict[str, Any]:
     """causal_lm: GPT-lite as recipes/configs/gptlite_tinyshakespeare.yaml has it, batch 12 x 64, characters drawn."""
     from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 
-    shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 128, "max_position_embeddings": 64}
+    shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 128, "max_position_embeddings": positions}
     ids = torch.randint(65, (ROWS, 64), generator=torch.Generator().manual_seed(0))
     model = GPTLiteForCausalLM(GPTLiteConfig(**shape, bias=False, vocab_size=65))
     data = [{"input_ids": row, "labels": row} for row in ids]
@@ -191,28 +194,41 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
             bf16=half == "bf16",
         )
         guards = GuardArguments(on_nan="stop")
+        if half == "bf16":  # as finetune/training/chapters.py does
+            job["model"].set_attn_implementation(short_attention.NAME)
         turns = Turns(precision)
         FinetuneTrainer(model=job["model"], args=args, train_dataset=job["data"], data_collator=job["collator"],
                         lengths=job["lengths"], guards=guards, callbacks=[turns]).train()  # fmt: skip
     found = {"what": (JOBS[name].__doc__ or "").strip(), "precision": half, "rounds": turns.rounds[1:]}
-    return {**found, "attention": by_attention(job, precision)}
+    return {**found, "attention": by_length(name)}
 
 
-def by_attention(job: dict[str, Any], precision: torch.dtype) -> dict[str, list[float]]:
-    """CPU seconds of a forward and backward pass of the first batch with each attention, interleaved."""
-    model, rows = job["model"].train(), [dict(row) for row in job["data"][: job["batch"]]]
-    batch = (job["collator"] or default_data_collator)(rows)
-    found: dict[str, list[float]] = {"sdpa": [], "eager": []}
-    for _ in range(PAIRS + 1):
-        for attention, seconds in found.items():
-            model.set_attn_implementation(attention)
-            start = time.process_time()
-            with torch.autocast("cpu", precision, enabled=precision != torch.float32):
-                loss = model(**batch).loss
-            loss.backward()
-            model.zero_grad(set_to_none=True)
-            seconds.append(time.process_time() - start)
-    return {attention: seconds[1:] for attention, seconds in found.items()}
+def by_length(name: str) -> list[dict[str, Any]]:
+    """CPU seconds of a forward and backward pass on rows of each length, under SDPA and without it, interleaved."""
+    model, found = (char(max(LENGTHS)) if name == "char" else minilm())["model"].train(), []
+    for half in (False, True):
+        for length in LENGTHS:
+            ids = torch.randint(60, (TOKENS // length, length))
+            batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            batch["labels"] = ids if name == "char" else torch.zeros(len(ids), dtype=torch.long)
+            without = short_attention.NAME if length <= SHORT_TOKENS or name == "minilm" else "eager"
+            seconds = {attention: [passed(model, batch, attention, half)] for attention in ("sdpa", without)}
+            for _ in range(PAIRS):
+                for attention, some in seconds.items():
+                    some.append(passed(model, batch, attention, half))
+            sdpa, other = (some[1:] for some in seconds.values())
+            found.append({"precision": "bf16" if half else "fp32", "tokens": length, "sdpa": sdpa, "without": other})
+    return found
+
+
+def passed(model: Any, batch: dict[str, Any], attention: str, half: bool) -> float:
+    model.set_attn_implementation(attention)
+    start = time.process_time()
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        loss = model(**batch).loss
+    loss.backward()
+    model.zero_grad(set_to_none=True)
+    return time.process_time() - start
 
 
 def main() -> None:

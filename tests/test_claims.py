@@ -172,8 +172,9 @@ def claims() -> Iterator[tuple[str, str]]:
         f"achieved {kept:.1%} of the drop in held-out loss that master weights achieved, and pure bf16 {lost:.0%}",
     )
     passes = json.loads((RESULTS / "limit.json").read_text())["jobs"]["char"]["attention"]
-    faster = statistics.median(a / b for a, b in zip(passes["sdpa"], passes["eager"], strict=True))
-    yield "docs/causal_lm.md", f"takes {faster:.1f} times as long"
+    short = next(row for row in passes if (row["precision"], row["tokens"]) == ("bf16", 64))
+    slower = statistics.median(a / b for a, b in zip(short["sdpa"], short["without"], strict=True))
+    yield "docs/causal_lm.md", f"takes {slower:.1f} times as long with it"
     turns = json.loads((RESULTS / "post_training.json").read_text())["turns"]
     times = {kind: [turn[kind]["TRL"]["step_seconds"] / turn[kind]["ours"]["step_seconds"] for turn in turns]
              for kind in ("full", "lora")}  # fmt: skip

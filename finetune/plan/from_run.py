@@ -31,11 +31,13 @@ from finetune.run.facts import (
     LEAST_SIDE,
     MOST_SIDE,
     NO_LIMIT,
+    SHORT_TOKENS,
     base_dtype,
     check_sharded,
     checkpoint_interval,
     eval_batch_of,
     loss_chunk_tokens,
+    mixes_attention,
     positions_of,
     precision_flags,
     tokens_flag,
@@ -78,6 +80,8 @@ def job_of(
     run = with_deepspeed(run, machine.device, notes)
     lora, asked = lora_of(run, model, notes), deepspeed_config_of(run)
     flags = precision_flags(run, stated_precision(asked), lambda: _fastest(machine, notes), bool(asked))
+    precision, device = _precision(run, flags, machine, asked), _device(machine)
+    is_eager = tokens_flag(run) and subject.tokens <= SHORT_TOKENS and mixes_attention(run, device, precision)
     job = Job(
         model=with_lora(in_4bit(model) if run.value("load_in_4bit") else model, lora) if lora else model,
         engine=FSDP if run.value("fsdp") else TRAINER,
@@ -90,11 +94,11 @@ def job_of(
         targets=subject.targets,
         image_size=subject.image_size,
         accumulation=run.value("gradient_accumulation_steps"),
-        precision=_precision(run, flags, machine, asked),
+        precision=precision,
         checkpoint_interval=checkpoint_interval(run),
-        attention=_one_of(run, "attn_implementation", ATTENTIONS, "sdpa"),
+        attention=_one_of(run, "attn_implementation", ATTENTIONS, "eager" if is_eager else "sdpa"),
         loss_chunk_tokens=subject.loss_chunk_tokens,
-        device=_device(machine),
+        device=device,
         dtype=base_dtype(run, flags["bf16"]),
         saves_beside_from=_saves_beside_from(run),
         merges_adapter=bool(lora and run.value("merge_adapter")),

@@ -31,6 +31,7 @@ LEAST_SIDE, MOST_SIDE = 32, 224  # pixels of images for a model from scratch, un
 # Rows of logits at a time. On two CPU cores 512 rows were fastest at a vocabulary of 50,304 (3.3 s against 16 s with
 # torch's own choice); on a GPU a chunk should hold enough rows to fill it.
 CHUNK_TOKENS = {"cpu": 512, "cuda": 2048}
+SHORT_TOKENS = 256  # samples up to here attend faster without torch's fused kernel, in bf16 on a CPU
 LARGE_VOCABULARY = 8_192  # below this, logits are small compared to activations, and plain cross entropy is faster
 
 
@@ -89,6 +90,14 @@ def loss_chunk_tokens(asked: int | None, vocab_size: int, device: str) -> int:
     if asked is None and vocab_size >= LARGE_VOCABULARY:
         return CHUNK_TOKENS.get(device, CHUNK_TOKENS["cuda"])
     return asked or 0
+
+
+def mixes_attention(run: Run, device: str, precision: str) -> bool:
+    """Whether to attend without SDPA where that is faster (models/short_attention.py). `precision`: "bf16",
+    "fp16" or "fp32". Sequence parallelism needs SDPA; pipelines, teachers and reference models keep it."""
+    keeps = run.value("attn_implementation") or run.sequence_parallel_size > 1 or run.stages is not None
+    others = run.value("teacher") or "reference" in run.recipe.flags
+    return device == "cpu" and precision == "bf16" and not keeps and not others
 
 
 def precision_flags(

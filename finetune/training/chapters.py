@@ -11,8 +11,10 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from finetune.data.mixture import Joined, Numbered, NumberedCollator, taken_of_each
+from finetune.models import short_attention
 from finetune.models.chunked_loss import loss_head
 from finetune.models.pipeline import PipelineModel
+from finetune.run.facts import SHORT_TOKENS, mixes_attention
 from finetune.run.flags.common import RunArguments
 from finetune.run.flags.compression import CompressionArguments
 from finetune.run.flags.guards import GuardArguments
@@ -67,6 +69,7 @@ def trainer_of(
     """The Trainer over `data`, which has the attributes of `Data`. Build the model after `start`, so that ZeRO-3 can
     shard it while it is built."""
     identity = settle_identity(session, model.config, data) if session.training.do_train else None
+    _settle_attention(session, model)
     train, collator, sources = data.splits.get("train"), data.collator, None
     # A teacher's divergence is part of the loss, and Liger's fused loss gives no losses of tokens.
     if isinstance(train, Joined) and teacher is None and not session.training.use_liger_kernel:
@@ -93,6 +96,15 @@ def trainer_of(
     show_numbers(trainer)
     trainer.identity, trainer.teacher, trainer.running_loss.sources = identity, teacher, sources
     return trainer
+
+
+def _settle_attention(session: Session, model: Any) -> None:
+    """Attend as `run.facts.mixes_attention` says; a model without SDPA keeps its own."""
+    training = session.training
+    precision = "bf16" if training.bf16 else "fp16" if training.fp16 else "fp32"
+    if mixes_attention(session.run, training.device.type, precision) and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(short_attention.NAME)
+        session.say(f"attention: without SDPA up to {SHORT_TOKENS} tokens or with dropout: faster in bf16 on a CPU")
 
 
 def pipeline_of(
