@@ -6,13 +6,15 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from finetune.data.columns import TOOLS
 from finetune.errors import RequestError, plain
 
 SYSTEM = "system"
 MESSAGES, SHAREGPT, ALPACA = "messages", "ShareGPT", "Alpaca"
-FORMATS = (  # name, required columns, optional columns
+Row: TypeAlias = tuple[str, tuple[str, ...], tuple[str, ...]]  # name, required columns, optional columns
+FORMATS: tuple[Row, ...] = (
     (MESSAGES, ("messages",), (TOOLS, SYSTEM)),
     (SHAREGPT, ("conversations",), (TOOLS, SYSTEM)),
     (ALPACA, ("instruction", "output"), ("input", "history", SYSTEM, TOOLS)),
@@ -44,29 +46,36 @@ def renames_for(
 def _known(there: Mapping[str, str], where: str) -> dict[str, str]:
     """Renames of the columns `there`, each with its name in the file."""
     own = _by_lower_case(there)
-    found = [row for row in FORMATS if set(row[1]) <= there.keys()] or [
-        row for row in FORMATS if set(row[1]) <= own.keys()
-    ]
+    found = _formats_with(there) or _formats_with(own)
     asked, answers = ([name for name in some if name in own] for some in (ANSWER_OF, ANSWERS))
     if not found and len(asked) == len(answers) == 1:
         pair = (asked[0], ANSWER_OF[asked[0]])
         found = [row for row in FORMATS if row[1] == pair]
         own[pair[1]] = own.pop(answers[0])
-    if not found:
-        return {}
-    if SYSTEM not in own and SYSTEM_PROMPT in own:
+    if found and SYSTEM not in own and SYSTEM_PROMPT in own:
         own[SYSTEM] = own.pop(SYSTEM_PROMPT)
-    _, needed, optional = found[0]
-    beside = next((own[name] for name in BESIDE if name in own and name not in optional), None)
-    if beside and len(found) == 1 and len(needed) == 2:
-        asks, answer = (there[own[name]] for name in needed)
-        raise RequestError(
-            f"{where}: has {there[beside]} beside {asks} and {answer}, which would not be read. Join it to the prompt "
-            f"with {said_mapping({asks: 'instruction', there[beside]: 'input', answer: 'output'})}, or leave it "
-            f"out with {said_mapping({there[beside]: f'unused_{there[beside]}'})}."
-        )
+    if len(found) == 1:
+        _refuse_context(found[0], own, there, where)
     wanted = [name for _, needed, optional in found for name in (*needed, *optional)]
     return {own[name]: name for name in wanted if own.get(name, name) != name}
+
+
+def _formats_with(names: Mapping[str, str]) -> list[Row]:
+    return [row for row in FORMATS if set(row[1]) <= names.keys()]
+
+
+def _refuse_context(row: Row, own: Mapping[str, str], there: Mapping[str, str], where: str) -> None:
+    """Raises RequestError for a part of the prompt that the format of a prompt and an answer does not read."""
+    _, needed, optional = row
+    beside = next((own[name] for name in BESIDE if name in own and name not in optional), None)
+    if beside is None or len(needed) < 2:
+        return
+    asks, answer = (there[own[name]] for name in needed)
+    raise RequestError(
+        f"{where}: has {there[beside]} beside {asks} and {answer}, which would not be read. Join it to the prompt "
+        f"with {said_mapping({asks: 'instruction', there[beside]: 'input', answer: 'output'})}, or leave it "
+        f"out with {said_mapping({there[beside]: f'unused_{there[beside]}'})}."
+    )
 
 
 def _by_lower_case(names: Mapping[str, str] | Sequence[str]) -> dict[str, str]:

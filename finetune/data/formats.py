@@ -98,33 +98,9 @@ def find_format(names: Sequence[str], rows: Iterable[Mapping[str, Any]], column:
 
 def _text(names: Sequence[str], rows: Iterable[Mapping[str, Any]], column: str | None, where: str) -> Format:
     first = next(iter(rows))
-    if column is None and set(PAIRS) <= set(names):
-        better = "messages" if _first_turn(first["chosen"]) else "completion" if "prompt" in names else "text"
-        raise RequestError(
-            f"{where}: the rows are preferences with a better and a worse answer each (chosen, rejected), for "
-            f"recipes/preference.py. To train on the better answer alone, add --column_mapping chosen={better}."
-        )
-    if column is None and "data" in names and _is_squad(first["data"]):
-        raise RequestError(
-            f"{where}: is SQuAD's JSON: questions, each with a text that contains the answer. Use "
-            "recipes/question_answering.py."
-        )
-    lower = {name.lower(): name for name in names}
+    found = _column_of_texts(names, first, where) if column is None else column
     turns = next((name for name in names if isinstance(first[name], list) and _first_turn(first[name])), None)
     renaming = said_mapping({turns: "messages"}) if turns else mapping_for(names)
-    article = next((lower[name] for name in SUMMARISED if name in lower), None)
-    if column is None and article is not None and "summary" in lower:
-        mapping = said_mapping({article: "prompt", lower["summary"]: "completion"})
-        raise RequestError(
-            f"{where}: the rows look like texts with a summary each ({article}, summary), and the summary would not be "
-            "trained on. Use recipes/seq2seq.py to write summaries; or train on the summary as an answer with "
-            f"{mapping}, or on the text with --text_column_name {article}."
-        )
-    found = column or next((lower[name] for name in TEXT_NAMES if name in lower), None)
-    if found is None and len(names) == 1:
-        found = names[0]
-    if column is None and found is not None:
-        _refuse_answers(names, found, where)
     if found is None or found not in names:
         given = f" (--text_column_name {column})" if column else " by its name, and the columns match no format"
         columns = ", ".join("`" + "` and `".join(needed) + "`" for _, needed, _ in FORMATS)
@@ -134,8 +110,6 @@ def _text(names: Sequence[str], rows: Iterable[Mapping[str, Any]], column: str |
             f"{where}: no column with text found{given}; it has {', '.join(names)}.{bare} Name one with "
             f"--text_column_name, or rename columns with --column_mapping NAME=OTHER to one of: {columns}{such}."
         )
-    if column is None and found.lower() == "prompt":
-        raise RequestError(f"{where}: has `prompt` without `completion`. Add it, or give --text_column_name prompt.")
     if not isinstance(value := first[found], str | None):
         raise RequestError(
             f"{where}: column {found} holds {type(value).__name__} ({str(value)[:80]}), not text. Name another with "
@@ -143,6 +117,52 @@ def _text(names: Sequence[str], rows: Iterable[Mapping[str, Any]], column: str |
             f"{f', here with {renaming}' if turns else ''}."
         )
     return Format("text", TEXT, (found,))
+
+
+def _column_of_texts(names: Sequence[str], first: Mapping[str, Any], where: str) -> str | None:
+    """The column with texts by its name, or the only column; None if neither. Raises RequestError for rows of another
+    recipe, and if a column beside the texts looks like their answer or prompt."""
+    lower = {name.lower(): name for name in names}
+    for of_another in (_preferences, _squad, _summaries):
+        if why := of_another(lower, first):
+            raise RequestError(f"{where}: {why}")
+    found = next((lower[name] for name in TEXT_NAMES if name in lower), names[0] if len(names) == 1 else None)
+    if found is not None:
+        _refuse_answers(names, found, where)
+    if found is not None and found.lower() == "prompt":
+        raise RequestError(f"{where}: has `prompt` without `completion`. Add it, or give --text_column_name prompt.")
+    return found
+
+
+def _preferences(names: Mapping[str, str], first: Mapping[str, Any]) -> str:
+    """What to say of rows with a better and a worse answer, by their lower-case `names`; empty for other rows."""
+    if not set(PAIRS) <= first.keys():
+        return ""
+    better = "messages" if _first_turn(first["chosen"]) else "completion" if "prompt" in first else "text"
+    return (
+        "the rows are preferences with a better and a worse answer each (chosen, rejected), for "
+        f"recipes/preference.py. To train on the better answer alone, add --column_mapping chosen={better}."
+    )
+
+
+def _squad(names: Mapping[str, str], first: Mapping[str, Any]) -> str:
+    articles = first.get("data")
+    article = articles[0] if isinstance(articles, list) and articles else None
+    if not isinstance(article, dict) or "paragraphs" not in article:
+        return ""
+    return "is SQuAD's JSON: questions, each with a text that contains the answer. Use recipes/question_answering.py."
+
+
+def _summaries(names: Mapping[str, str], first: Mapping[str, Any]) -> str:
+    article = next((names[name] for name in SUMMARISED if name in names), None)
+    if article is None or "summary" not in names:
+        return ""
+    mapping = said_mapping({article: "prompt", names["summary"]: "completion"})
+    return (
+        f"the rows look like texts with a summary each ({article}, summary), and the summary would not be "
+        "trained on. Use recipes/seq2seq.py to write summaries; or train on the summary as an answer with "
+        f"{mapping}, or on the text with --text_column_name {article}."
+    )
 
 
 def _refuse_answers(names: Sequence[str], found: str, where: str) -> None:
@@ -163,12 +183,6 @@ def _refuse_answers(names: Sequence[str], found: str, where: str) -> None:
             f"{where}: has {lower[asks]} beside {found}, which would not be read. Train on {found} as its answer with "
             f"{said_mapping(pair)}, or on it alone with --text_column_name {found}."
         )
-
-
-def _is_squad(articles: Any) -> bool:
-    return (
-        isinstance(articles, list) and bool(articles) and isinstance(articles[0], dict) and "paragraphs" in articles[0]
-    )
 
 
 def _first_turn(value: Any) -> dict[str, Any]:
