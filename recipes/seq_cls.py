@@ -16,7 +16,7 @@ from finetune.run.recipes.seq_cls import SEQ_CLS
 
 def main(run):
     # Heavy imports come after the command line is parsed, so that --help and mistakes cost no time.
-    from finetune.data.classification import prepare
+    from finetune.data.classification import TEXTS, prepare
     from finetune.training.chapters import finish, trainer_of
     from finetune.training.classifiers import text_classifier, text_source
     from finetune.training.metrics import metrics_of_run, settle_thresholds
@@ -40,6 +40,7 @@ def main(run):
         launch=session.launch,
         kept=session.kept_tokenizer(),
         trained=source.labels,
+        kind=TEXTS,
     )
     data.require_all(training)
     metrics = metrics_of_run(session, data.labels, source)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from datasets import Dataset
@@ -101,8 +101,11 @@ class ClassificationData:
         return DataCollatorWithPadding(self.tokenizer)
 
 
+Data = TypeVar("Data", bound=ClassificationData)
+
+
 @dataclass(frozen=True)
-class Kind:
+class Kind(Generic[Data]):
     """How one kind of text data gets from its files to the cache. `name` is its cache folder; `kept` lists the columns
     that tokenizing leaves unchanged."""
 
@@ -113,7 +116,7 @@ class Kind:
     texts: Callable[[CleanTables], Iterator[str]]
     count: Callable[[Table, Labels], dict[str, int]]
     kept: tuple[str, ...]
-    data: Callable[..., Any] = ClassificationData
+    data: Callable[..., Data]
     train: Callable[[Iterator[str], int, int], Any] = train_wordpiece  # used when no tokenizer is given
 
 
@@ -126,19 +129,18 @@ def prepare(
     vocab_size: int,
     seed: int,
     launch: Launch,
+    kind: Kind[Data],
     trained: Labels | None = None,
-    kind: Kind | None = None,
     kept: Any | None = None,
-) -> Any:
-    """The `ClassificationData` of one run, from the cache or made by the rank that leads its node. `max_seq_length` is
-    in tokens. `arguments` match `kind`: DataArguments for plain text, the default.
+) -> Data:
+    """The data of one run, from the cache or made by the rank that leads its node. `max_seq_length` is in tokens.
+    `arguments` match `kind`: DataArguments for TEXTS.
 
     Without `tokenizer`, a WordPiece of `vocab_size` is trained on the training text; a resumed run passes its
     checkpoint's tokenizer as `kept`. `trained` holds the labels of a trained model; its label ids are kept if it has
     the data's classes. Raises RequestError for bad data, and RunError if the preparing rank takes longer than
     --data_timeout_seconds.
     """
-    kind = kind or TEXTS
     job = _Preparation(kind, arguments, preparation, tokenizer, max_seq_length, vocab_size, seed, trained)
     folder = cache_home() / kind.name / job.key()
     if tokenizer is None and kept is not None and not made_by(folder, kept):
@@ -158,7 +160,7 @@ def prepare(
 class _Preparation:
     """Everything that determines the prepared data, and how to make it."""
 
-    kind: Kind
+    kind: Kind[Any]
     arguments: Any
     preparation: PreparationArguments
     tokenizer: Any | None
@@ -271,7 +273,9 @@ def _encoder(
     return encode
 
 
-TEXTS = Kind("classification", load_tables, clean_tables, _encoder, _texts, _label_counts, ("label", ROW))
+TEXTS = Kind(
+    "classification", load_tables, clean_tables, _encoder, _texts, _label_counts, ("label", ROW), ClassificationData
+)
 
 
 def save(folder: Path, splits: Table, labels: Labels, account: Account, tokenizer: Any) -> None:
@@ -282,7 +286,7 @@ def save(folder: Path, splits: Table, labels: Labels, account: Account, tokenize
     (folder / "data.json").write_text(json.dumps({"labels": asdict(labels), "account": asdict(account)}, indent=1))
 
 
-def load(folder: Path, data: Callable[..., Any]) -> Any:
+def load(folder: Path, data: Callable[..., Data]) -> Data:
     """Memory-maps the splits and restores the rest as `save` wrote them."""
     stored = json.loads((folder / "data.json").read_text())
     splits = {split: Dataset.load_from_disk(str(folder / split)) for split in SPLITS if (folder / split).is_dir()}

@@ -55,8 +55,10 @@ class EmbeddingData(ClassificationData):
         return partial(collate, pad if pad is not None else self.tokenizer.eos_token_id or 0)
 
 
-def prepare_embedding(arguments: EmbeddingDataArguments, *rest: Any, prompts: Mapping[str, str], **more: Any) -> Any:
-    """`EmbeddingData`, as `finetune.data.classification.prepare`; `prompts` are put before a "query", a row's first
+def prepare_embedding(
+    arguments: EmbeddingDataArguments, *rest: Any, prompts: Mapping[str, str], **more: Any
+) -> EmbeddingData:
+    """As `finetune.data.classification.prepare`; `prompts` are put before a "query", a row's first
     text, and before a "document"."""
     settled = replace(arguments, query_prompt=prompts.get("query"), document_prompt=prompts.get("document"))
     clean = partial(clean_rows, said_prompt=arguments.document_prompt)

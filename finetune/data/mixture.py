@@ -1,46 +1,17 @@
-"""Joins the blocks of several files to one data set, and reports their shares; and rows that carry their number, which
-locates values computed for them before training."""
+"""Joins the blocks of several files to one data set, and reports their shares."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch.utils.data import Dataset
 
+from finetune.data.numbered import Numbered
 from finetune.data.packing import PackedDataset
-
-NUMBER = "number"
-
-
-class Numbered(Dataset[dict[str, Any]]):
-    """Wraps a map-style data set; each row also has its NUMBER. Order and weights stay the same."""
-
-    def __init__(self, rows: Any) -> None:
-        self.rows = rows
-        self.weights, self.sizes = getattr(rows, "weights", None), getattr(rows, "sizes", None)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        return {**self.rows[number], NUMBER: number}
-
-
-class NumberedCollator:
-    """Wraps `collator` for rows with or without a NUMBER."""
-
-    def __init__(self, collator: Callable[[list[Any]], dict[str, Any]]) -> None:
-        self.collator = collator
-
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        plain = [{name: value for name, value in row.items() if name != NUMBER} for row in rows]
-        numbers = [row[NUMBER] for row in rows if NUMBER in row]
-        return {**self.collator(plain), **({NUMBER: torch.tensor(numbers)} if numbers else {})}
 
 
 class Joined(Dataset[Any]):

@@ -53,8 +53,8 @@ class QuestionData(ClassificationData):
         return partial(collate, self.tokenizer)
 
 
-def prepare_questions(arguments: QuestionDataArguments, *rest: Any, max_seq_length: int, **more: Any) -> Any:
-    """`QuestionData`, as `finetune.data.classification.prepare`."""
+def prepare_questions(arguments: QuestionDataArguments, *rest: Any, max_seq_length: int, **more: Any) -> QuestionData:
+    """As `finetune.data.classification.prepare`."""
     stride = arguments.doc_stride or min(MOST_STRIDE, max_seq_length // 3)
     settled = QuestionDataArguments(**{**vars(arguments), "doc_stride": stride})
     kind = Kind(

@@ -58,8 +58,8 @@ class PairData(ClassificationData):
 
 def prepare_pairs(
     arguments: PairArguments, *rest: Any, max_source_length: int, max_target_length: int, **more: Any
-) -> Any:
-    """`PairData`, as `finetune.data.classification.prepare`; lengths are in tokens, including the end of text."""
+) -> PairData:
+    """As `finetune.data.classification.prepare`; lengths are in tokens, including the end of text."""
     lengths = {"max_source_length": max_source_length, "max_target_length": max_target_length}
     settled = PairArguments(**{**vars(arguments), **lengths})
     _, tokenizer, *_ = rest

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from finetune.data.mixture import NUMBER
+from finetune.data.numbered import NUMBER
 from finetune.data.packing import IGNORED, REAL_TOKENS
 from finetune.data.sampling import GlobalBatchSampler
 

@@ -15,7 +15,7 @@ from typing import Any
 from datasets import ClassLabel, Dataset, Features, List, Value
 
 from finetune.data.charset import UTF8, as_utf8
-from finetune.data.classification import Kind
+from finetune.data.classification import ClassificationData, Kind
 from finetune.data.columns import IGNORED, LINE, TOKENS, Columns, Labels, names_of_ids
 from finetune.data.files import open_file
 from finetune.data.find_columns import find_token_columns
@@ -272,5 +272,6 @@ SENTENCES = Kind(
     texts=lambda clean: (" ".join(words) for words in clean.splits["train"]["tokens"]),
     count=_tag_counts,
     kept=(ROW, WORDS),
+    data=ClassificationData,
     train=partial(train_wordpiece, lowercase=False),  # capital letters mark names
 )

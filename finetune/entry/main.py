@@ -30,7 +30,7 @@ from finetune.run.engine import (
 from finetune.run.environment import left_over, obeyed
 from finetune.run.importing import begin_imports
 from finetune.run.launch import Launch, own_rank, read_launch
-from finetune.run.paths import check_output_dir
+from finetune.run.output_dir import check_output_dir
 from finetune.run.rates import vain_rates
 from finetune.run.recipe import Recipe
 from finetune.run.resolve import read_flags, refuse

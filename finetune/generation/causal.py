@@ -101,7 +101,7 @@ class AnsweringTrainer(RoutedMixin, FinetuneTrainer):
         batches = batches_of([len(ids) for ids in prompts], self.positions, self.most_new, self.args.eval_batch_size)
         with settings_kept(self.model):
             answerer = settled_answerer(
-                GREEDY, self.model, self.processing_class, self.embedded, self.args.device, self.shards_weights
+                GREEDY, self.model, self.processing_class, self.embedded, self.args.device, self.needs_all_ranks
             )
             rows = over_ranks(
                 self, batches, lambda batch: answerer.answer([prompts[number] for number in batch.numbers], batch)

@@ -62,7 +62,7 @@ def over_ranks(
     own: list[tuple[int, Row]] = []
     for some in rounds_of(batches, ranks):
         trainer.progress()
-        mine = some[rank] if rank < len(some) else some[0] if trainer.shards_weights else None
+        mine = some[rank] if rank < len(some) else some[0] if trainer.needs_all_ranks else None
         rows = write(mine) if mine else []
         own += zip(mine.numbers, rows, strict=True) if mine and rank < len(some) else []
     every: list[Any] = [own]

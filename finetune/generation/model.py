@@ -59,9 +59,9 @@ class Writer:
 
     def place(self, launch: Launch) -> str:
         """Where the model runs, in words."""
-        spread = "ZeRO-3 over " if self.shards else ""
+        sharded = "ZeRO-3 over " if self.shards else ""
         device = torch.cuda.get_device_name() if self.has_cuda else "CPU"
-        return f"{spread}{launch.world_size} rank(s) on {device}, {self.dtype}"
+        return f"{sharded}{launch.world_size} rank(s) on {device}, {self.dtype}"
 
     def build(self, launch: Launch) -> Any:
         """The model with its adapter, on its device or sharded by ZeRO-3. Call it after `meet`."""

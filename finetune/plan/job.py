@@ -144,9 +144,11 @@ def tape_of(job: Job, part: Part | None = None) -> Tape:
 
 @lru_cache(maxsize=128)
 def offloading(tape: Tape, offloads: bool) -> Tape:
+    if not offloads:
+        return tape
     made = copy(tape)
-    made.offloads = offloads
-    return made if offloads else tape
+    made.offloads = True
+    return made
 
 
 def checkpoints_of(job: Job) -> tuple[int, ...]:

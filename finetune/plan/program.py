@@ -133,9 +133,9 @@ class _Player:
             backward[at] = self.log.finish()
         assert not self.saved, "a tensor is kept for a backward pass that never came"
         uses = Counter(name for op in self.tape.ops for name in op.weights)
-        return Program(forward, self._spread(backward), uses)
+        return Program(forward, self._for_all(backward), uses)
 
-    def _spread(self, events: dict[int, list[Event]]) -> list[list[Event]]:
+    def _for_all(self, events: dict[int, list[Event]]) -> list[list[Event]]:
         """Copies events to the segments that repeat the played ones."""
         return [events[at if segment.like is None else segment.like] for at, segment in enumerate(self.segments)]
 
@@ -146,7 +146,8 @@ class _Player:
         found = {}
         for at, segment in self.made.items():
             if segment.recomputed and keeps:
-                for value in segment.entry[self.tape.offloads :]:  # the first, hidden states, may go to the host
+                on_device = segment.entry[1:] if self.tape.offloads else segment.entry  # the first: hidden states
+                for value in on_device:
                     self._save(value.storage)
             for place, op in enumerate(segment.ops):
                 self._run(op, place, segment.start + place, keeps and not segment.recomputed)
@@ -154,7 +155,7 @@ class _Player:
                 for storage in self.alive - self.saved.keys():
                     self._forget(storage)
             found[at] = self.log.finish()
-        return self._spread(found)
+        return self._for_all(found)
 
     def _run(self, op: Op, place: int, number: int, keeps: bool) -> None:
         if op.module:

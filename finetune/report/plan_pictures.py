@@ -171,8 +171,8 @@ def throughput(found: Found, plan: Plan, width: float) -> Picture:
 def _rates_scale(rates: Sequence[float], start: float, end: float) -> Scale:
     """From 0, unless all rates are similar."""
     low, high = (0.0, max(rates)) if min(rates) < max(rates) / 2 else (min(rates), max(rates))
-    spread = (high - low) or high
-    return Scale(low and low - 0.15 * spread, high + 0.15 * spread, start, end)
+    extent = (high - low) or high
+    return Scale(low and low - 0.15 * extent, high + 0.15 * extent, start, end)
 
 
 def _dots(picture: Picture, found: Found, ahead: list[Candidate], across: Scale, up: Scale) -> None:

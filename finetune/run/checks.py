@@ -16,11 +16,13 @@ from finetune.run.flags.compression import check_comm_hook
 from finetune.run.flags.expert_parallel import expert_faults, expert_faults_here
 from finetune.run.flags.guards import guard_faults
 from finetune.run.flags.pipeline import pipeline_faults
-from finetune.run.flags.profiling import check_profile, check_trackers
+from finetune.run.flags.profiling import check_profile
 from finetune.run.flags.sequence_parallel import sequence_faults, sequence_faults_here
 from finetune.run.launch import meeting_faults
 from finetune.run.optimizer import missing_package
-from finetune.run.paths import missing_checkpoint, missing_inputs
+from finetune.run.output_dir import missing_checkpoint
+from finetune.run.paths import missing_inputs
+from finetune.run.trackers import check_trackers
 from finetune.run.void import void_here
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import Any
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
-from finetune.data.mixture import Joined, Numbered, NumberedCollator, taken_of_each
+from finetune.data.mixture import Joined, taken_of_each
+from finetune.data.numbered import Numbered, NumberedCollator
 from finetune.models import short_attention
 from finetune.models.chunked_loss import loss_head
 from finetune.models.pipeline import PipelineModel

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.data.mixture import NUMBER
+from finetune.data.numbered import NUMBER
 from finetune.data.packing import IGNORED
 from finetune.models.chunked_loss import LossHead
 

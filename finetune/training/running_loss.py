@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from finetune.data.mixture import NUMBER
+from finetune.data.numbered import NUMBER
 from finetune.data.packing import IGNORED
 from finetune.models.chunked_loss import LossHead
 from finetune.run.mixture import COUNT_OF_FILE, MOST_LOGGED, OF_FILE

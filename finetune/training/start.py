@@ -291,10 +291,10 @@ def _opening_line(session: Session, deepspeed: str | None) -> str:
     accumulation = training.gradient_accumulation_steps
     stages = session.run.stages
     ranks, shared = session.run.data_parallel_size, session.run.sequence_parallel_size
-    spread = f" = {stages} stage(s) x {ranks} pipeline(s)" if stages else ""
-    spread = f" = {ranks} group(s) of {shared} that share each text" if shared > 1 else spread
+    groups = f" = {stages} stage(s) x {ranks} pipeline(s)" if stages else ""
+    groups = f" = {ranks} group(s) of {shared} that share each text" if shared > 1 else groups
     experts = session.run.expert_parallel_size
-    spread = f", each group of {experts} holds all experts," if experts > 1 else spread
+    groups = f", each group of {experts} holds all experts," if experts > 1 else groups
     total = training.train_batch_size * accumulation * ranks
     batch = f"{training.train_batch_size} x {accumulation} x {ranks} = {total}"
-    return f"run: {launch.world_size} rank(s){spread} on {device}; {engine}; {precision}; global batch {batch}"
+    return f"run: {launch.world_size} rank(s){groups} on {device}; {engine}; {precision}; global batch {batch}"

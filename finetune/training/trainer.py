@@ -233,8 +233,8 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         return norm
 
     @property
-    def shards_weights(self) -> bool:
-        """True under ZeRO-3, FSDP and expert parallelism."""
+    def needs_all_ranks(self) -> bool:
+        """Whether a forward pass is collective: under ZeRO-3, FSDP and expert parallelism."""
         return bool(self.is_fsdp_enabled or is_deepspeed_zero3_enabled() or self.spread.size > 1)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:

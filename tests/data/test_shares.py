@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from finetune.data.mixture import NUMBER, NumberedCollator
+from finetune.data.numbered import NUMBER, NumberedCollator
 from finetune.data.packing import IGNORED, REAL_TOKENS, Collator
 from finetune.data.sampling import GlobalBatchSampler
 from finetune.data.shares import WHOLE_POSITIONS, SharedRows, SharedTexts

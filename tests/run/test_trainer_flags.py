@@ -8,8 +8,8 @@ import pytest
 from make_trainer_flags import snapshot
 
 from finetune.errors import RequestError
-from finetune.run.flags.profiling import TRACKERS, check_trackers
 from finetune.run.snapshot import SNAPSHOT
+from finetune.run.trackers import TRACKERS, check_trackers
 
 
 def test_the_snapshot_is_of_the_installed_transformers() -> None:

@@ -14,7 +14,7 @@ import torch
 from scipy.special import log_softmax
 
 from finetune.data import digests
-from finetune.data.mixture import NUMBER, Numbered, NumberedCollator
+from finetune.data.numbered import NUMBER, Numbered, NumberedCollator
 from finetune.data.packing import IGNORED, Collator
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.run.flags.distillation import DistillArguments

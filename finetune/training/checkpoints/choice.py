@@ -12,7 +12,7 @@ from pathlib import Path
 
 from finetune.errors import FinetuneError, NothingToDoError, RequestError
 from finetune.run.files import IDENTITY, LAST_WRITTEN, REPLACED, STATE_FILE
-from finetune.run.paths import FIRST_START, RESUMES, START_ANEW
+from finetune.run.output_dir import FIRST_START, RESUMES, START_ANEW
 from finetune.run.run import Run
 from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.identity import mixed, of_another_run, read_run

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import TrainerCallback
 
-from finetune.data.mixture import NUMBER
+from finetune.data.numbered import NUMBER
 from finetune.data.packing import REAL_TOKENS
 from finetune.data.shares import WHOLE_POSITIONS
 from finetune.errors import RequestError, RunError, first_line

@@ -64,7 +64,7 @@ class TrainerSuspect(Suspect):
             if found is None and not bool(torch.isfinite(loss)):
                 found = Found("", "the loss, although all outputs are finite: look at the labels")
             if backward and loss.requires_grad:
-                found = found or finder.backward(loss, parameters=not trainer.shards_weights)
+                found = found or finder.backward(loss, parameters=not trainer.needs_all_ranks)
             readers, reader = trainer.sequence.readers, trainer.sequence.reader
             findings.append(self.finding(trainer.sampler, number, found, readers, reader))
         self._restore_statistics()

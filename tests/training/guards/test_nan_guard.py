@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from finetune.data.mixture import NUMBER
+from finetune.data.numbered import NUMBER
 from finetune.data.packing import REAL_TOKENS
 from finetune.data.sampling import GlobalBatchSampler
 from finetune.data.shares import WHOLE_POSITIONS
