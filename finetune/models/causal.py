@@ -3,69 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.activations import ACT2FN
 
 from finetune.data.tokenizer import rows_of
 from finetune.errors import RequestError
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.models.gptlite_weights import draw_weights
-from finetune.models.source import (
-    IN_FP32,
-    Kept,
-    from_pretrained,
-    load_weights,
-    named,
-    positions_of,
-    refuse_without_weights,
-)
+from finetune.models.source import IN_FP32, Kept, TextSource, find_text_source, load_weights, positions_of
 from finetune.run.decoders import refuse_encoder
 from finetune.run.facts import tokens_of
 from finetune.run.flags.language import CausalModelArguments
 from finetune.run.sizes import MOE_TYPE, causal_shape
 
 
-@dataclass(frozen=True)
-class CausalSource:
-    """A model before its weights are loaded. `tokenizer` is None if one will be trained on the text."""
+@dataclass(frozen=True, kw_only=True)
+class CausalSource(TextSource):
+    """`block_size` is in tokens."""
 
-    config: Any
-    tokenizer: Any | None
     block_size: int
-    pretrained: str | None
-    description: str
-    hub_id: str | None  # for the model card; None for a folder or a model from scratch
-    adapter: Path | None = None  # an adapter's folder, whose base is `pretrained`
 
 
 def find_causal_source(arguments: CausalModelArguments, block_size: int | None) -> CausalSource:
     """Load the model's config and tokenizer, not its weights. Raises RequestError if either cannot be loaded."""
-    name = arguments.model_name_or_path
-    model = named(name, arguments.trust_remote_code) if name else None
-    tokenizer = None
-    if model:
-        config = from_pretrained(AutoConfig, model.flag, model.base, arguments, model.mend)
-        refuse_encoder(config.to_dict().get, f"--{model.flag} {model.base}")
-        refuse_without_weights(model.base)
-    else:
-        config = scratch_config(arguments)
-    if arguments.tokenizer_name:
-        tokenizer = from_pretrained(AutoTokenizer, "tokenizer_name", arguments.tokenizer_name, arguments)
-    elif model:
-        tokenizer = from_pretrained(AutoTokenizer, "model_name_or_path", model.tokenizer, arguments)
-    most = positions_of(config)
-    otherwise = "." if name else f", or more with --config_overrides max_position_embeddings={block_size}."
-    length = tokens_of("block_size", block_size, most, otherwise=otherwise)
-    if model is None:
-        kind = "mixture of experts" if config.model_type == MOE_TYPE else "GPT-lite"
-        what = f"{kind} from scratch, size {arguments.model_size}"
-        return CausalSource(config, tokenizer, length, None, what, None)
-    place = model.hub_id or str(Path(model.base).expanduser())
-    return CausalSource(config, tokenizer, length, place, model.words, model.hub_id, model.adapter)
+    config = None if arguments.model_name_or_path else scratch_config(arguments)
+    kind = "mixture of experts" if getattr(config, "model_type", None) == MOE_TYPE else "GPT-lite"
+    scratch = TextSource(config=config, description=f"{kind} from scratch, size {arguments.model_size}")
+    found = find_text_source(arguments, scratch, refuse_encoder)
+    otherwise = f", or more with --config_overrides max_position_embeddings={block_size}."
+    most = positions_of(found.config)
+    length = tokens_of("block_size", block_size, most, otherwise="." if found.pretrained else otherwise)
+    return CausalSource(**vars(found), block_size=length)
 
 
 def scratch_config(arguments: CausalModelArguments) -> GPTLiteConfig | Qwen3MoeConfig:

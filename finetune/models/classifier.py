@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    AutoTokenizer,
     DistilBertConfig,
     DistilBertForSequenceClassification,
     DistilBertForTokenClassification,
@@ -23,11 +20,10 @@ from finetune.models.adapters import heads_of
 from finetune.models.source import (
     IN_FP32,
     Kept,
-    from_pretrained,
+    TextSource,
+    find_text_source,
     load_weights,
-    named,
     positions_of,
-    refuse_without_weights,
     with_labels,
 )
 from finetune.run.facts import NO_LIMIT, tokens_of
@@ -36,18 +32,12 @@ from finetune.run.flags.text import ModelArguments
 from finetune.run.sizes import DISTILBERT_POSITIONS, DISTILBERT_SIZES, distilbert_shape
 
 
-@dataclass(frozen=True)
-class Source:
-    """A model before its weights are loaded: `config` and `tokenizer` are None if it will be trained from scratch."""
+@dataclass(frozen=True, kw_only=True)
+class Source(TextSource):
+    """Without `pretrained`, `config` is None. `max_seq_length` is in tokens, `vocab_size` that of a new tokenizer."""
 
-    config: Any | None
-    tokenizer: Any | None
     max_seq_length: int
     vocab_size: int
-    description: str
-    hub_id: str | None  # for the model card; None for a folder or a model from scratch
-    pretrained: str | None = None  # the model whose weights are loaded
-    adapter: Path | None = None  # an adapter's folder, whose base is `pretrained`
 
     @property
     def labels(self) -> Labels | None:
@@ -74,28 +64,15 @@ def find_source(arguments: ModelArguments, max_seq_length: int | None) -> Source
     size = DISTILBERT_SIZES.get(arguments.model_size)
     if size is None:
         raise RequestError(f"--model_size {arguments.model_size}: give one of {', '.join(DISTILBERT_SIZES)}.")
-    config = tokenizer = None
-    name = arguments.model_name_or_path
-    model = named(name, arguments.trust_remote_code) if name else None
-    if model:
-        config = with_labels(from_pretrained(AutoConfig, model.flag, model.base, arguments, model.mend), model.adapter)
-        refuse_without_weights(model.base)
-    if arguments.tokenizer_name or model:
-        flag = "tokenizer_name" if arguments.tokenizer_name else "model_name_or_path"
-        place = arguments.tokenizer_name or (model.tokenizer if model else "")
-        tokenizer = from_pretrained(AutoTokenizer, flag, place, arguments)
-        if not getattr(tokenizer, "is_fast", False):
-            raise RequestError(f"--{flag} {place}: has no tokenizer.json. Convert it to a fast one.")
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token  # GPT-2 and Llama have none; the attention mask hides it
+    scratch = TextSource(config=None, description=f"DistilBERT from scratch, size {arguments.model_size}")
+    found = find_text_source(arguments, scratch, fast=True)
+    config, tokenizer = with_labels(found.config, found.adapter), found.tokenizer
+    if tokenizer is not None and tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # GPT-2 and Llama have none; the attention mask hides it
     positions = max(DISTILBERT_POSITIONS, max_seq_length or 0) if config is None else positions_of(config)
     most = getattr(tokenizer, "model_max_length", NO_LIMIT)
     length = tokens_of("max_seq_length", max_seq_length, positions, most)
-    if model is None:
-        what = f"DistilBERT from scratch, size {arguments.model_size}"
-        return Source(config, tokenizer, length, size.vocab_size, what, None)
-    found = (model.words, model.hub_id, model.base, model.adapter)
-    return Source(config, tokenizer, length, size.vocab_size, *found)
+    return Source(**vars(found), max_seq_length=length, vocab_size=size.vocab_size)
 
 
 def build_classifier(

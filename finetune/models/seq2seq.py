@@ -3,69 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, T5Config, T5ForConditionalGeneration
+from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
 
 from finetune.data.columns import IGNORED
 from finetune.data.tokenizer import has_languages, rows_of
 from finetune.errors import RequestError, first_line
-from finetune.models.source import (
-    IN_FP32,
-    Kept,
-    from_pretrained,
-    load_weights,
-    named,
-    positions_of,
-    refuse_without_weights,
-)
+from finetune.models.source import IN_FP32, Kept, TextSource, find_text_source, load_weights, positions_of
 from finetune.run.decoders import refuse_one_sided
 from finetune.run.facts import NO_LIMIT, tokens_of
 from finetune.run.recipes.seq2seq import PairArguments, Seq2SeqModelArguments, t5_shape
 
 
-@dataclass(frozen=True)
-class Seq2SeqSource:
-    """A model before its weights are loaded. `tokenizer` is None if one will be trained on the texts."""
+@dataclass(frozen=True, kw_only=True)
+class Seq2SeqSource(TextSource):
+    """Lengths are in tokens."""
 
-    config: Any
-    tokenizer: Any | None
     max_source_length: int
     max_target_length: int
-    description: str
-    hub_id: str | None  # for the model card; None for a folder or a model from scratch
-    pretrained: str | None = None  # the model whose weights are loaded
-    adapter: Path | None = None  # an adapter's folder, whose base is `pretrained`
 
 
 def find_seq2seq_source(arguments: Seq2SeqModelArguments, pairs: PairArguments) -> Seq2SeqSource:
     """Load the model's config and tokenizer, not its weights. Raises RequestError if either cannot be loaded."""
-    name = arguments.model_name_or_path
-    model = named(name, arguments.trust_remote_code) if name else None
-    if model:
-        config = from_pretrained(AutoConfig, model.flag, model.base, arguments, model.mend)
-        refuse_one_sided(config.to_dict().get, f"--{model.flag} {model.base}")
-        refuse_without_weights(model.base)
-    else:
-        config = T5Config(**t5_shape(vars(arguments).get))
-    tokenizer = None
-    if arguments.tokenizer_name or model:
-        flag = "tokenizer_name" if arguments.tokenizer_name else "model_name_or_path"
-        tokenizer = from_pretrained(
-            AutoTokenizer, flag, arguments.tokenizer_name or (model.tokenizer if model else ""), arguments
-        )
-        _set_languages(tokenizer, pairs)
-    positions, most = positions_of(config), getattr(tokenizer, "model_max_length", NO_LIMIT)
-    lengths = (
-        tokens_of("max_source_length", pairs.max_source_length, positions, most),
-        tokens_of("max_target_length", pairs.max_target_length, positions, most),
-    )
-    if model is None:
-        return Seq2SeqSource(config, tokenizer, *lengths, f"T5 from scratch, size {arguments.model_size}", None)
-    place = model.hub_id or str(Path(model.base).expanduser())
-    return Seq2SeqSource(config, tokenizer, *lengths, model.words, model.hub_id, place, model.adapter)
+    config = None if arguments.model_name_or_path else T5Config(**t5_shape(vars(arguments).get))
+    scratch = TextSource(config=config, description=f"T5 from scratch, size {arguments.model_size}")
+    found = find_text_source(arguments, scratch, refuse_one_sided)
+    if found.tokenizer is not None:
+        _set_languages(found.tokenizer, pairs)
+    positions, most = positions_of(found.config), getattr(found.tokenizer, "model_max_length", NO_LIMIT)
+    source = tokens_of("max_source_length", pairs.max_source_length, positions, most)
+    target = tokens_of("max_target_length", pairs.max_target_length, positions, most)
+    return Seq2SeqSource(**vars(found), max_source_length=source, max_target_length=target)
 
 
 def _set_languages(tokenizer: Any, pairs: PairArguments) -> None:

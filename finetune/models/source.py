@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig
+from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, PretrainedConfig
 
 from finetune.data.hub import hub_is_reachable
 from finetune.errors import RequestError, first_line, listed, plain
@@ -58,6 +58,20 @@ class Named:
         return str(self.adapter) if own else self.base
 
 
+def named(name: str, trusts_code: bool) -> Named:
+    """What `name` refers to. Raises RequestError for an adapter's folder that cannot be opened."""
+    folder = Path(name).expanduser()
+    if not (folder / ADAPTER_CONFIG).is_file() or has_weights(folder):
+        return Named(name)
+    check_model_folder(folder, f"--model_name_or_path {name}", trusts_code)
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise RequestError(f"--model_name_or_path {name}: the folder has {ADAPTER_CONFIG} and no {ADAPTER_WEIGHTS}.")
+    base = read_json_object(folder / ADAPTER_CONFIG, inside=folder).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise RequestError(f"--model_name_or_path {name}: its {ADAPTER_CONFIG} names no base model.")
+    return Named(base, folder, f"model_name_or_path {name}, an adapter of")
+
+
 def with_labels(config: Any, adapter: Path | None) -> Any:
     """The base's `config`, with the labels that the adapter's folder records."""
     if adapter is None or not (adapter / LABELS).is_file():
@@ -75,18 +89,43 @@ def with_labels(config: Any, adapter: Path | None) -> Any:
     return config
 
 
-def named(name: str, trusts_code: bool) -> Named:
-    """What `name` refers to. Raises RequestError for an adapter's folder that cannot be opened."""
-    folder = Path(name).expanduser()
-    if not (folder / ADAPTER_CONFIG).is_file() or has_weights(folder):
-        return Named(name)
-    check_model_folder(folder, f"--model_name_or_path {name}", trusts_code)
-    if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise RequestError(f"--model_name_or_path {name}: the folder has {ADAPTER_CONFIG} and no {ADAPTER_WEIGHTS}.")
-    base = read_json_object(folder / ADAPTER_CONFIG, inside=folder).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise RequestError(f"--model_name_or_path {name}: its {ADAPTER_CONFIG} names no base model.")
-    return Named(base, folder, f"model_name_or_path {name}, an adapter of")
+@dataclass(frozen=True, kw_only=True)
+class TextSource:
+    """A model before its weights are loaded. `config` is that of a model from scratch if `pretrained` is None; then
+    `tokenizer` is None, too, if one will be trained on the text."""
+
+    config: Any
+    tokenizer: Any | None = None
+    description: str
+    hub_id: str | None = None  # for the model card; None for a folder or a model from scratch
+    pretrained: str | None = None  # the model whose weights are loaded
+    adapter: Path | None = None  # an adapter's folder, whose base is `pretrained`
+
+
+def find_text_source(
+    arguments: Any, scratch: TextSource, refuse: Callable[..., None] | None = None, fast: bool = False
+) -> TextSource:
+    """The config and tokenizer of --model_name_or_path, or `scratch`, with the tokenizer of --tokenizer_name. `refuse`
+    raises for a config, given by its `get`, of a wrong model. Raises RequestError, also for a slow tokenizer if it must
+    be `fast`."""
+    name, found, flag, place = arguments.model_name_or_path, scratch, "tokenizer_name", arguments.tokenizer_name
+    if name:
+        model = named(name, arguments.trust_remote_code)
+        config = from_pretrained(AutoConfig, model.flag, model.base, arguments, model.mend)
+        if refuse is not None:
+            refuse(config.to_dict().get, f"--{model.flag} {model.base}")
+        refuse_without_weights(model.base)
+        pretrained = model.hub_id or str(Path(model.base).expanduser())
+        found = TextSource(
+            config=config, description=model.words, hub_id=model.hub_id, pretrained=pretrained, adapter=model.adapter
+        )
+        flag, place = (flag, place) if place else ("model_name_or_path", model.tokenizer)
+    if not place:
+        return found
+    tokenizer = from_pretrained(AutoTokenizer, flag, place, arguments)
+    if fast and not getattr(tokenizer, "is_fast", False):
+        raise RequestError(f"--{flag} {place}: has no tokenizer.json. Convert it to a fast one.")
+    return replace(found, tokenizer=tokenizer)
 
 
 def from_pretrained(auto: Any, flag: str, name: str, arguments: Any, mend: str = "") -> Any:

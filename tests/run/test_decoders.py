@@ -158,6 +158,12 @@ def test_a_vocabulary_with_gaps_needs_rows_up_to_its_highest_id() -> None:
 
     made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 70_000}, unk_token="a")))
     assert (len(made), rows_of(made), dtype_of(rows_of(made))) == (2, 70_001, "uint32")
-    source = CausalSource(GPTLiteConfig(vocab_size=300), made, 8, "somewhere", "a model", None)
+    source = CausalSource(
+        config=GPTLiteConfig(vocab_size=300),
+        tokenizer=made,
+        block_size=8,
+        pretrained="somewhere",
+        description="a model",
+    )
     with pytest.raises(RequestError, match=r"70,001 tokens, but the model embeds 300"):
         settled_config(CausalModelArguments(), source, made)
