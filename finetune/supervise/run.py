@@ -1,4 +1,5 @@
-"""Attempt after attempt, until the run is done or trying again makes no sense."""
+"""Attempt after attempt, until the run is done or trying again makes no sense. Which attempt a supervisor begins or
+joins, and with how many hosts, follows from the log, which is the same for all hosts."""
 
 from __future__ import annotations
 
@@ -16,7 +17,6 @@ from finetune.run import supervised
 from finetune.supervise.attempt import Requested, end_of, newest_step, run_attempt
 from finetune.supervise.command import Command, read_command
 from finetune.supervise.decide import TRY_AGAIN, Judge, Verdict
-from finetune.supervise.join import most_hosts_of, needs_all_hosts, next_attempt
 from finetune.training.checkpoints.lock import lock_run_folder
 
 KEPT_ATTEMPTS = 2
@@ -145,3 +145,26 @@ class _Supervisor:
             at = time.strftime("%H:%M:%S", time.localtime(one.get("time", 0)))
             print(f"supervise: {at} {one.get('host')}: {one.get('said')}", file=sys.stderr, flush=True)
         self.shown = max(self.shown, len(records))  # fewer if the log cannot be read just now
+
+
+def next_attempt(home: Path, *, may_join: bool) -> int:
+    """The number of the newest attempt if other hosts may be in it and this one may join them, else of a new one."""
+    every, ends = supervised.attempts_in(home), (supervised.FAILED, supervised.STOPPED)
+    newest = supervised.number_of(every[-1]) if every else 0
+    is_over = any(one["event"] in ends and one.get("attempt") == newest for one in supervised.told(home))
+    return newest if newest and may_join and not is_over else newest + 1
+
+
+def most_hosts_of(home: Path, number: int) -> int | None:
+    """The hosts on which this attempt is to run at most, because the global batch did not divide among those of the
+    attempt before; None: as many as the command allows."""
+    before = [one for one in supervised.told(home) if one["event"] == supervised.FAILED]
+    return min((one["most_hosts"] for one in before if one.get("attempt") == number - 1 and one.get("most_hosts")),
+               default=None)  # fmt: skip
+
+
+def needs_all_hosts(home: Path, digest: str, has_checkpoint: bool) -> bool:
+    """Whether a run begins: all hosts define its global batch. A checkpoint keeps that of the earlier starts; without
+    any, it is that of the earlier starts of the same command, which has this digest."""
+    trained = [one for one in supervised.told(home) if one["event"] == supervised.TRAINING]
+    return not any(has_checkpoint or one.get("command") == digest for one in trained)

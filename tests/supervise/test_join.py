@@ -16,7 +16,7 @@ from finetune.run.supervised import tell, told
 from finetune.supervise import run
 from finetune.supervise.attempt import SIGNALS, Requested, run_attempt
 from finetune.supervise.command import Command
-from finetune.supervise.join import most_hosts_of, needs_all_hosts, next_attempt
+from finetune.supervise.run import most_hosts_of, needs_all_hosts, next_attempt
 
 
 @pytest.fixture
