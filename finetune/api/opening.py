@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 
-from finetune.errors import RequestError, first_line, plain
-from finetune.export.adapter import OWN_MODELS
-from finetune.models.adapters import with_adapter
-from finetune.models.source import from_pretrained, named, with_labels
+from finetune.errors import RequestError
+from finetune.models.adapters import open_trained
+from finetune.models.source import from_pretrained, named
 from finetune.run.choose import recipes
-from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.text import ModelArguments
 from finetune.run.task import Task
 
@@ -25,7 +21,8 @@ def open_model(folder: Path, recipe: Mapping[str, Any]) -> Any:
     """The model in fp32 and evaluation mode, with its adapter if it has one; `recipe` is the content of recipe.yaml.
     Raises RequestError."""
     with _without_flag():
-        return _opened(folder, _task(folder, recipe)).eval()
+        found = named(str(folder), False)
+        return open_trained(found, _task(folder, recipe).auto, found.mend)
 
 
 def open_processor(folder: Path, recipe: Mapping[str, Any]) -> Any:
@@ -54,25 +51,3 @@ def _task(folder: Path, recipe: Mapping[str, Any]) -> Task:
             "with transformers' own Auto classes."
         )
     return known[name].task_of(recipe.get)
-
-
-def _opened(folder: Path, task: Task) -> Any:
-    found, arguments = named(str(folder), False), ModelArguments(model_name_or_path=str(folder))
-    for module in OWN_MODELS:
-        importlib.import_module(f"finetune.models.{module}")
-    config = with_labels(from_pretrained(transformers.AutoConfig, found.flag, found.base, arguments), found.adapter)
-    auto = getattr(transformers, task.auto)
-    try:
-        model = auto.from_pretrained(
-            found.base,
-            config=config,
-            dtype=torch.float32,
-            use_safetensors=True,
-            ignore_mismatched_sizes=found.adapter is not None,  # a classifier's head comes with the adapter
-            local_files_only=found.hub_id is None,
-        )
-    except Exception as error:  # a malicious folder can raise anything
-        raise RequestError(f"{folder}: the model cannot be opened ({plain(first_line(error, 300))}).") from error
-    if found.adapter is None:
-        return model
-    return with_adapter(model, AdapterArguments(), found.adapter, task.adapter)

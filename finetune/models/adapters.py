@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections import Counter
 from collections.abc import Callable
@@ -9,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 from finetune.errors import RequestError, first_line, plain
 from finetune.models.experts import mixture_of
-from finetune.models.source import OF_LABELS, Kept
+from finetune.models.source import OF_LABELS, Kept, Named, from_pretrained, load_weights, with_labels
 from finetune.run.facts import base_dtype, check_sharded, left_to_adapter
 from finetune.run.flags.adapter import AdapterArguments
+from finetune.run.flags.text import ModelArguments
 from finetune.run.run import Run
 
+OWN_MODELS = ("gptlite", "alexnet", "resnet_group_norm")  # registered with transformers when their module is imported
 MAX_SHOWN = 20
 ALL_LINEAR = "all-linear"  # peft's word
 # In a mixture, peft 0.21 takes these names, and all-linear, for tensors of the experts and routers, into which
@@ -139,6 +143,19 @@ def with_adapter(model: Any, arguments: AdapterArguments, adapter: Path | None, 
         if weight.requires_grad and weight.dtype in (torch.bfloat16, torch.float16) and not hasattr(weight, "ds_id"):
             weight.data = weight.data.float()
     return model
+
+
+def open_trained(found: Named, auto: str, mend: str) -> Any:
+    """A trained model as transformers' class `auto`, in fp32 and evaluation mode, on the CPU, with its adapter, if any.
+    Its folder may be untrusted. Raises RequestError, with `mend` if there is none."""
+    for module in OWN_MODELS:
+        importlib.import_module(f"finetune.models.{module}")
+    arguments = ModelArguments(model_name_or_path=found.base)
+    config = from_pretrained(transformers.AutoConfig, found.flag, found.base, arguments, mend)
+    config, kind = with_labels(config, found.adapter), getattr(transformers, auto)
+    is_local, has_head = found.hub_id is None, found.adapter is None
+    model = load_weights(kind, found.place, config, is_local, arguments, flag=found.flag, has_new_head=not has_head)
+    return with_adapter(model, AdapterArguments(), found.adapter, "").eval()
 
 
 def _opened(model: Any, adapter: Path, is_trainable: bool) -> Any:

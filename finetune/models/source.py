@@ -44,6 +44,11 @@ class Named:
         return None if Path(self.base).expanduser().exists() else self.base
 
     @property
+    def place(self) -> str:
+        """The base as transformers opens it."""
+        return self.hub_id or str(Path(self.base).expanduser())
+
+    @property
     def words(self) -> str:
         return f"{self.adapter}, an adapter of {self.base}" if self.adapter else self.base
 
@@ -115,9 +120,8 @@ def find_text_source(
         if refuse is not None:
             refuse(config.to_dict().get, f"--{model.flag} {model.base}")
         refuse_without_weights(model.base)
-        pretrained = model.hub_id or str(Path(model.base).expanduser())
         found = TextSource(
-            config=config, description=model.words, hub_id=model.hub_id, pretrained=pretrained, adapter=model.adapter
+            config=config, description=model.words, hub_id=model.hub_id, pretrained=model.place, adapter=model.adapter
         )
         flag, place = (flag, place) if place else ("model_name_or_path", model.tokenizer)
     if not place:

@@ -169,7 +169,7 @@ def test_a_strangers_folder_is_read_and_nothing_of_it_runs(tmp_path: Path) -> No
     assert not run.finished
     assert "<script" not in run._repr_html_()
     assert [row["loss"] for row in run.history] == [2.0, 1.0]
-    with pytest.raises(RequestError, match="the model cannot be opened"):
+    with pytest.raises(RequestError, match="its weights cannot be loaded"):
         _ = run.model
 
 
