@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import platform
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from finetune.data.account import CorpusAccount, note_of_cuts
-from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states, prepare_once
+from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states
 from finetune.data.changes import UnchangedFiles
 from finetune.data.chat.conversation import Learning
 from finetune.data.chat.remarks import ENDLESS, note_of_ends, notes_of, turn_ends
@@ -25,7 +26,7 @@ from finetune.data.encoding import Encoder, UnknownCharacterError, write_tokens
 from finetune.data.mixture import Joined, joined, note_of_shares
 from finetune.data.packing import Blocks, Collator, PackedDataset, Tokens, best_fit_decreasing, one_each, wrapped
 from finetune.data.token_stream import TokenStream
-from finetune.data.tokenizer import beginning_of, identity_for_texts, made_by, train_text_tokenizer
+from finetune.data.tokenizer import Tokenized, beginning_of, identity_for_texts, prepare_tokens, train_text_tokenizer
 from finetune.errors import RequestError
 from finetune.run.flags.language import BlockArguments, CorpusArguments
 from finetune.run.launch import Launch
@@ -37,7 +38,7 @@ TOKENIZER_DOCUMENTS = 100_000  # of a stream: enough text to train a vocabulary 
 
 
 @dataclass(frozen=True)
-class CorpusData:
+class CorpusData(Tokenized):
     """Splits `train` and `validation` as blocks, with account and tokenizer. `train` may be a stream."""
 
     splits: dict[str, PackedDataset | Joined | TokenStream]
@@ -55,19 +56,13 @@ class CorpusData:
         return "" if self.is_chat else str(self.tokenizer.decode(beginning_of(self.tokenizer)))
 
     @property
-    def processor(self) -> Any:
-        """What is saved next to the weights."""
-        return self.tokenizer
-
-    @property
     def collator(self) -> Collator:
         """Stacks blocks and pads the shorter ones."""
-        pad = self.tokenizer.pad_token_id
-        return Collator(pad if pad is not None else self.tokenizer.eos_token_id or 0)
+        return Collator(self.pad)
 
     def same_length_collator(self) -> Collator:
         """As `collator`, but pads all blocks to --block_size, so that all batches have one shape."""
-        return Collator(self.collator.pad_token_id, self.account.block_size)
+        return Collator(self.pad, self.account.block_size)
 
     @property
     def lengths(self) -> Any:
@@ -98,18 +93,13 @@ def prepare_corpus(
     if arguments.chat_template and tokenizer is not None:
         tokenizer.chat_template = read_template(arguments.chat_template)  # so it is saved with the tokenizer
     job = _Job(arguments, blocks, tokenizer, block_size, seed)
-    folder = cache_home() / "causal_lm" / job.key()
-    if tokenizer is None and kept is not None and not made_by(folder, kept):
-        job = replace(job, tokenizer=kept)
-        folder = cache_home() / "causal_lm" / job.key()
-    timeout = arguments.data_timeout_seconds
     try:
-        prepare_once(folder, job.make, what="to tokenize", launch=launch, timeout_seconds=timeout)
+        made: _Job = prepare_tokens(job, kept, launch, arguments.data_timeout_seconds)
     except UnknownCharacterError as error:
         if tokenizer is None and kept is not None:
             raise RequestError(f"--resume: with the checkpoint's tokenizer, {error}") from error
         raise
-    return job.load(folder)
+    return made.load()
 
 
 @dataclass(frozen=True)
@@ -122,9 +112,10 @@ class _Job:
     block_size: int
     seed: int
 
-    def key(self) -> str:
+    @cached_property
+    def folder(self) -> Path:
         arguments, files = self.arguments, [part.path for part in parts_of(self.arguments.train_file)]
-        return cache_key(
+        key = cache_key(
             FORMAT,
             platform.python_version(),  # the built-in text is Python's own
             {name: value for name, value in asdict(arguments).items() if name not in OF_NO_TOKEN},
@@ -134,6 +125,7 @@ class _Job:
             None if self.tokenizer is None else identity_for_texts(self.tokenizer),
             self.seed,
         )
+        return cache_home() / "causal_lm" / key
 
     def make(self, folder: Path) -> None:
         """Reads and tokenizes each file, and writes tokens and counts. Skips the training text of a stream."""
@@ -215,8 +207,9 @@ class _Job:
         kind, size = self.blocks.tokenizer, self.blocks.bpe_vocab_size
         return train_text_tokenizer(kind, texts, size, self.block_size, with_end=not single)
 
-    def load(self, folder: Path) -> CorpusData:
+    def load(self) -> CorpusData:
         """Cuts blocks anew each time: it is quick, and the tokens stay on disk."""
+        folder = self.folder
         found = json.loads((folder / "account.json").read_text())
         tokenizer = self.tokenizer or AutoTokenizer.from_pretrained(str(folder / "tokenizer"))
         if found["kind"] == CHAT and not tokenizer.chat_template:

@@ -8,6 +8,7 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -15,14 +16,13 @@ import numpy as np
 from datasets import Dataset
 from transformers import AutoTokenizer, DataCollatorForTokenClassification, DataCollatorWithPadding
 
-from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states, prepare_once
+from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states
 from finetune.data.charset import encoding_notes
 from finetune.data.columns import MULTI_LABEL, TOKENS, Columns, Labels, said_counts
 from finetune.data.label_lists import MERGED
-from finetune.data.splits import require_splits
 from finetune.data.streaming import StreamCollator, Survey, TextStream, held_out_rows, some_texts, survey
 from finetune.data.tables import ROW, SPLITS, CleanTables, Table, clean_tables, load_tables
-from finetune.data.tokenizer import identity, made_by, train_wordpiece
+from finetune.data.tokenizer import Tokenized, identity, prepare_tokens, train_wordpiece
 from finetune.run.flags.text import PreparationArguments
 from finetune.run.launch import Launch
 
@@ -45,22 +45,13 @@ class Account:
 
 
 @dataclass(frozen=True)
-class ClassificationData:
+class ClassificationData(Tokenized):
     """Tokenized splits (`train`, `validation`, and `test` if given) with labels, account and tokenizer."""
 
     splits: dict[str, Any]
     labels: Labels
     account: Account
     tokenizer: Any
-
-    @property
-    def processor(self) -> Any:
-        """What is saved next to the weights."""
-        return self.tokenizer
-
-    def require_all(self, training: Any) -> None:
-        """Raises RequestError if the data lacks a split that a flag of `training` needs."""
-        require_splits(self.splits, training, "file")
 
     def describe(self) -> str:
         """One line for the log: what is used, and which flags change it."""
@@ -142,15 +133,10 @@ def prepare(
     --data_timeout_seconds.
     """
     job = _Preparation(kind, arguments, preparation, tokenizer, max_seq_length, vocab_size, seed, trained)
-    folder = cache_home() / kind.name / job.key()
-    if tokenizer is None and kept is not None and not made_by(folder, kept):
-        tokenizer, job = kept, replace(job, tokenizer=kept)
-        folder = cache_home() / kind.name / job.key()
-    timeout = preparation.data_timeout_seconds
-    prepare_once(folder, job.make, what="to tokenize", launch=launch, timeout_seconds=timeout)
-    data = load(folder, kind.data)
-    if tokenizer is not None:
-        data = replace(data, tokenizer=tokenizer)
+    job = prepare_tokens(job, kept, launch, preparation.data_timeout_seconds)
+    data = load(job.folder, kind.data)
+    if job.tokenizer is not None:
+        data = replace(data, tokenizer=job.tokenizer)
     if data.account.stream is None:
         return data
     return replace(data, splits={"train": TextStream(arguments, data.account.stream, seed), **data.splits})
@@ -169,10 +155,11 @@ class _Preparation:
     seed: int
     trained: Labels | None
 
-    def key(self) -> str:
-        """The name of the cache folder: it changes with every flag, file and version that changes the data."""
+    @cached_property
+    def folder(self) -> Path:
+        """In the cache; its name changes with every flag, file and version that changes the data."""
         arguments = self.arguments
-        return cache_key(
+        key = cache_key(
             FORMAT,
             platform.python_version(),  # the built-in text is Python's own
             asdict(arguments),
@@ -184,6 +171,7 @@ class _Preparation:
             self.seed,
             None if self.trained is None else asdict(self.trained),
         )
+        return cache_home() / self.kind.name / key
 
     def make(self, folder: Path) -> None:
         """Read, clean, tokenize and save."""

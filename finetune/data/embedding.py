@@ -51,8 +51,7 @@ class EmbeddingData(ClassificationData):
     @property
     def collator(self) -> Any:
         """Collates all first texts, then all second texts, and so on, padded on the right."""
-        pad = self.tokenizer.pad_token_id
-        return partial(collate, pad if pad is not None else self.tokenizer.eos_token_id or 0)
+        return partial(collate, self.pad)
 
 
 def prepare_embedding(

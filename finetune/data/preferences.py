@@ -20,7 +20,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states, prepare_once
+from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states
 from finetune.data.charset import encoding_notes
 from finetune.data.chat.remarks import notes_of
 from finetune.data.chat.templates import DEFAULT_TEMPLATE, INVENTED, is_ours, read_template
@@ -41,9 +41,9 @@ from finetune.data.preference_rows import (
     single,
     with_others,
 )
-from finetune.data.splits import require_splits, unused_fraction
+from finetune.data.splits import unused_fraction
 from finetune.data.tables import at_most
-from finetune.data.tokenizer import identity_for_texts, made_by, train_text_tokenizer
+from finetune.data.tokenizer import Tokenized, identity_for_texts, prepare_tokens, train_text_tokenizer
 from finetune.errors import RequestError
 from finetune.run.flags.text import PreparationArguments
 from finetune.run.launch import Launch
@@ -67,22 +67,13 @@ class PreferenceAccount:
 
 
 @dataclass(frozen=True)
-class PreferenceData:
+class PreferenceData(Tokenized):
     """Tokenized splits with account and tokenizer."""
 
     splits: dict[str, Dataset]
     account: PreferenceAccount
     tokenizer: Any
     sides: tuple[str, str]  # OF_PAIRS or OF_ANSWERS
-
-    @property
-    def processor(self) -> Any:
-        """What is saved next to the weights."""
-        return self.tokenizer
-
-    def require_all(self, training: Any) -> None:
-        """Raises RequestError if the data lacks a split that a flag of `training` needs."""
-        require_splits(self.splits, training, "file")
 
     @property
     def lengths(self) -> Any:
@@ -99,12 +90,6 @@ class PreferenceData:
     def collator(self) -> Any:
         """Collates all rows' first sides, then all second sides, padded on the right."""
         return partial(collate, self.sides, self.pad)
-
-    @property
-    def pad(self) -> int:
-        """The id that pads the shorter rows of a batch."""
-        pad = self.tokenizer.pad_token_id
-        return int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
 
     def describe(self) -> str:
         """One line for the log: what is used, and which flags change it."""
@@ -139,11 +124,8 @@ def prepare_preferences(
     if arguments.chat_template and tokenizer is not None:
         tokenizer.chat_template = read_template(arguments.chat_template)  # so it is saved with the tokenizer
     job = _Job(arguments, preparation, tokenizer, loss == "kto", block_size, seed)
-    if tokenizer is None and kept is not None and not made_by(job.folder, kept):
-        job = replace(job, tokenizer=kept)
-    timeout = preparation.data_timeout_seconds
-    prepare_once(job.folder, job.make, what="to tokenize", launch=launch, timeout_seconds=timeout)
-    return job.load()
+    made: _Job = prepare_tokens(job, kept, launch, preparation.data_timeout_seconds)
+    return made.load()
 
 
 @dataclass(frozen=True)

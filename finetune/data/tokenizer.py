@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from finetune.data.cache import prepare_once
+from finetune.data.splits import require_splits
+from finetune.run.launch import Launch
 
 SPECIAL = {
     "pad_token": "[PAD]",
@@ -61,7 +66,38 @@ def identity_for_texts(tokenizer: Any) -> list[Any]:
     return [*identity(tokenizer), tokenizer.chat_template, *([beginning] if beginning else [])]
 
 
-def made_by(folder: Path, tokenizer: Any) -> bool:
+class Tokenized:
+    """What all tokenized data have in common."""
+
+    splits: Any
+    tokenizer: Any
+
+    @property
+    def processor(self) -> Any:
+        """What is saved next to the weights."""
+        return self.tokenizer
+
+    @property
+    def pad(self) -> int:
+        """The id that pads the shorter rows of a batch."""
+        pad = self.tokenizer.pad_token_id
+        return int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
+
+    def require_all(self, training: Any) -> None:
+        """Raises RequestError if the data lacks a split that a flag of `training` needs."""
+        require_splits(self.splits, training, "file")
+
+
+def prepare_tokens(job: Any, kept: Any | None, launch: Launch, timeout_seconds: float) -> Any:
+    """`job`, once its `folder` has been made by its `make`. If it would train a tokenizer, and not get the one that is
+    `kept` in a resumed run's checkpoint, it uses that."""
+    if job.tokenizer is None and kept is not None and not _made_by(job.folder, kept):
+        job = replace(job, tokenizer=kept)
+    prepare_once(job.folder, job.make, what="to tokenize", launch=launch, timeout_seconds=timeout_seconds)
+    return job
+
+
+def _made_by(folder: Path, tokenizer: Any) -> bool:
     """Whether the data in `folder` was prepared with a tokenizer, trained there, that is identical to this one."""
     trained = folder / "tokenizer"
     return trained.is_dir() and identity(AutoTokenizer.from_pretrained(str(trained))) == identity(tokenizer)
