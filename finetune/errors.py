@@ -1,7 +1,8 @@
 """The exceptions, as a small tree. A recipe or the command line exits with the class's `exit_status`."""
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
 INTERRUPTED = 130  # exit status after Ctrl-C: 128 + SIGINT, the shells' convention
 JOINERS = "\u200c\u200d"  # used within words of Persian and Hindi, and in emoji
@@ -67,6 +68,12 @@ def listed(names: Sequence[str], most: int = 8) -> str:
     """ "a, b and 3 more": the first `most` of the names; "nothing" if there are none."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more or "nothing"
+
+
+def or_meant(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """The end of an error about an unknown word: the closest of the known ones as a question, else `otherwise`."""
+    near = get_close_matches(word, list(known), 1)
+    return f" Did you mean {near[0]}?" if near else otherwise
 
 
 def disk_is_full(error: BaseException) -> bool:

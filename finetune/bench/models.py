@@ -5,14 +5,13 @@ find_model("wide", scale=0.125, changes={"layers": 4}).config     # {"width": 10
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from finetune.errors import RequestError
+from finetune.errors import RequestError, or_meant
 from finetune.plan.named import find_model_config
 
 HEAD_SIZE = 64  # of the transformers: narrower ones have fewer heads
@@ -117,5 +116,4 @@ def _scaled(value: Any, scale: float, multiple: int) -> Any:
 
 def nearest(word: str, known: Any) -> str:
     """The end of an error: the closest match, or all known names."""
-    near = difflib.get_close_matches(str(word), [str(one) for one in known], 1)
-    return f" Did you mean {near[0]}?" if near else f" The known ones are {', '.join(map(str, known))}."
+    return or_meant(str(word), map(str, known), f" The known ones are {', '.join(map(str, known))}.")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 import shutil
 from pathlib import Path
 
-from finetune.errors import RequestError
+from finetune.errors import RequestError, or_meant
 from finetune.shipped import KINDS, RECIPES, as_typed, files
 
 
@@ -43,9 +42,8 @@ def find(name: str) -> Path:
     by_place = {str(path.relative_to(RECIPES)): path for path in known.values()}
     if (place := name.removeprefix("recipes/")) in by_place:
         return by_place[place]
-    near = difflib.get_close_matches(place, [*known, *by_place], 1)
-    hint = f"Did you mean {near[0]}?" if near else "`finetune recipe list` lists them."
-    raise RequestError(f"{name}: there is no such recipe. {hint}")
+    hint = or_meant(place, [*known, *by_place], " `finetune recipe list` lists them.")
+    raise RequestError(f"{name}: there is no such recipe.{hint}")
 
 
 def _first_line(path: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from finetune.dsconfig.config import Config
 from finetune.dsconfig.context import NVME_FOLDER, Context
 from finetune.dsconfig.formats import line
 from finetune.dsconfig.rules.optimizer import is_left_to_the_trainer
-from finetune.errors import RequestError
+from finetune.errors import RequestError, or_meant
 from finetune.shipped import DS_CONFIGS, is_recipes_yaml
 
 OFFLOADS = ("offload_optimizer", "offload_param")
@@ -45,8 +44,7 @@ def find_config(name_or_path: str) -> Path:
             "a DeepSpeed config is given as JSON, but it must be in a file. Write it to one, and give its path."
         )
     names = sorted(p.stem for p in DS_CONFIGS.glob("*.json"))
-    near = difflib.get_close_matches(name_or_path, names, n=1)
-    meant = f" Did you mean {near[0]}?" if near else ""
+    meant = or_meant(name_or_path, names)
     there = ", ".join(names) or f"none, because {DS_CONFIGS.name}/ is missing"
     raise RequestError(
         f"{name_or_path}: there is no such DeepSpeed config.{meant} Give a path, or a shipped name: {there}."

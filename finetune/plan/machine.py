@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from finetune.errors import RequestError
+from finetune.errors import RequestError, or_meant
 from finetune.safe_read import read_json_object
 
 SHIPPED = Path(__file__).resolve().parent / "machines"
@@ -182,9 +182,8 @@ def _check(path: Path, key: str, found: Any, shape: dict[str, Any] | Rule) -> No
         raise RequestError(f"{path}: {key} lacks {', '.join(missing)}. Add it, or calibrate again.")
     for name, value in found.items():
         if name not in shape:
-            near = difflib.get_close_matches(name, shape, 1)
-            mend = f"Did you mean {near[0]}?" if near else f"Remove it, or calibrate again. Known: {', '.join(shape)}."
-            raise RequestError(f"{path}: {key} has {name!r}, which is not one of its keys. {mend}")
+            mend = or_meant(name, shape, f" Remove it, or calibrate again. Known: {', '.join(shape)}.")
+            raise RequestError(f"{path}: {key} has {name!r}, which is not one of its keys.{mend}")
         _check(path, name if shape is SHAPE else f"{key}.{name}", value, shape[name])
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from typing import Any
 
 import yaml
 
-from finetune.errors import RequestError
+from finetune.errors import RequestError, or_meant
 from finetune.safe_read import SAFE_LOADER, is_plain_file, read_bounded, read_yaml
 from finetune.shipped import DS_CONFIGS, config, files
 
@@ -69,9 +68,8 @@ def read_flat_yaml(
     if not is_plain_file(path):
         what = "is not a regular file" if os.path.exists(path) else "there is no such file"
         names = [each for each in files("configs/*.yaml") if not each.startswith("bench_")] if holds == FLAGS else []
-        near = difflib.get_close_matches(path.stem, names, 1)
-        hint = f"Did you mean {near[0]}? " if near else f"Shipped ones: {', '.join(names)}. " if names else ""
-        raise RequestError(f"{said}: cannot be read ({what}). {hint}Give the path of a YAML file.")
+        hint = or_meant(path.stem, names, f" Shipped ones: {', '.join(names)}." if names else "")
+        raise RequestError(f"{said}: cannot be read ({what}).{hint} Give the path of a YAML file.")
     content = read_yaml(path, name, loader)
     if holds == FLAGS and isinstance(content, dict) and isinstance(content.get("grid"), list):
         raise RequestError(f"{name}: is a grid for `finetune bench {name}`, not a recipe's YAML.")

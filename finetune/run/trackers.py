@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import netrc
 import os
 from collections.abc import Sequence
 
-from finetune.errors import RequestError
+from finetune.errors import RequestError, or_meant
 
 PACKAGES_OF_TRACKERS = ("tensorboard", "trackio")
 # From transformers 5.23, integrations/integration_utils.py, INTEGRATION_TO_CALLBACK; a test compares them.
@@ -25,9 +24,8 @@ def check_trackers(reports: Sequence[str], flag: str = "report_to", source: str 
 
     for name in reports:
         if flag == "report_to" and name not in (*TRACKERS, "all", "none"):
-            near = difflib.get_close_matches(name, TRACKERS, 1)
-            hint = f"Did you mean {near[0]}?" if near else f"Give some of {', '.join(TRACKERS)}; all; or none."
-            raise RequestError(f"{said(name)}: transformers has no such tracker. {hint}")
+            hint = or_meant(name, TRACKERS, f" Give some of {', '.join(TRACKERS)}; all; or none.")
+            raise RequestError(f"{said(name)}: transformers has no such tracker.{hint}")
     for name in PACKAGES_OF_TRACKERS:
         if name in reports and importlib.util.find_spec(name) is None:
             raise RequestError(f"{said(name)}: it is not installed. pip install {name}, or leave it out.")

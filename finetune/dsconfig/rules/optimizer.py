@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ from finetune.dsconfig.config import Config
 from finetune.dsconfig.context import Context
 from finetune.dsconfig.finding import Drop, Finding, Put, at, error, warning
 from finetune.dsconfig.shape import schema
+from finetune.errors import or_meant
 
 # deepspeed 0.19.8, runtime/config.py, DEEPSPEED_OPTIMIZERS; any other name must be a class of torch.optim.
 OWN = ("adagrad", "adam", "adamw", "lamb", "lion", "muadam", "muadamw", "musgd", "muon")
@@ -202,9 +202,8 @@ def optimizer_takes_its_parameters(config: Config, run: Context) -> Iterator[Fin
         if name not in defaults:
             if name == "max_grad_norm":
                 continue  # DS306
-            near = difflib.get_close_matches(name, defaults, 1)
-            mend = f"Did you mean {near[0]}?" if near else "Delete it."
-            said = f"{place} is not a parameter of {called}, which takes {', '.join(defaults)}. {mend}"
+            mend = or_meant(name, defaults, " Delete it.")
+            said = f"{place} is not a parameter of {called}, which takes {', '.join(defaults)}.{mend}"
             yield error("DS311", place, said)
         elif name == "amsgrad" and own and given is True:
             yield error("DS311", place, f"{place} is true, which {called} does not do. Delete it.")

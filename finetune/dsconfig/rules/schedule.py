@@ -10,6 +10,7 @@ from finetune.dsconfig.context import Context
 from finetune.dsconfig.finding import Drop, Finding, Put, at, error, warning
 from finetune.dsconfig.rules.optimizer import is_left
 from finetune.dsconfig.shape import schema
+from finetune.errors import or_meant
 
 OF_DEEPSPEED = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 WHOLE = ("warmup_num_steps", "lr_range_test_step_size", "total_steps", "T_0", "T_mult")
@@ -89,12 +90,11 @@ def schedule_takes_its_parameters(config: Config, run: Context) -> Iterator[Find
         )
     for name in given:
         if name not in known[kind]:
-            near = difflib.get_close_matches(name, known[kind], 1)
             yield error(
                 "DS311",
                 f"scheduler.params.{name}",
                 f"scheduler.params.{name} is not a parameter of {kind}, which takes {', '.join(known[kind])}."
-                f"{f' Did you mean {near[0]}?' if near else ''}",
+                f"{or_meant(name, known[kind])}",
             )
 
 
