@@ -23,7 +23,7 @@ from finetune.report.shapes import (
     letters,
     ticks_below,
 )
-from finetune.report.text import as_list, as_number, shortened
+from finetune.report.text import as_counts, as_list, shortened
 
 OFF_SCALE = 5.0  # times the longest bar; drawing a limit beyond that would make the bars too small to read
 BOLD = 1.12  # times as wide
@@ -130,8 +130,8 @@ def timeline(picture: Picture, rows: Mapping[str, Sequence[Piece]], until: float
 
 def confusion_picture(found: dict[str, Any], width: float, most: int = MOST_CLASSES) -> Picture | None:
     """`found` has `labels` and `counts` (rows: true labels). None if it does not, or has too many labels."""
-    labels, counts = found.get("labels"), _counts(found.get("counts"))
-    if not isinstance(labels, list) or counts is None or len(labels) != len(counts) or len(labels) > most:
+    labels, counts = as_list(found.get("labels")), as_counts(found.get("counts"))
+    if not counts or not len(labels) == len(counts) == len(counts[0]) <= most:
         return None
     names = [shortened(str(label), LONG_LABEL) for label in labels]
     right, whole = sum(row[index] for index, row in enumerate(counts)), sum(map(sum, counts))
@@ -161,13 +161,3 @@ def confusion_picture(found: dict[str, Any], width: float, most: int = MOST_CLAS
                     words.append(Word(x + cell / 2 - 0.5, y + cell / 2 + size * 0.35, str(count), "middle", INK, size))
     picture.add(*words)
     return picture
-
-
-def _counts(found: Any) -> list[list[int]] | None:
-    """`found` as counts, if it is a square of them; else None."""
-    rows = as_list(found)
-    if not rows or not all(isinstance(row, list) and len(row) == len(rows) for row in rows):
-        return None
-    each = [as_number(count) for row in rows for count in row]
-    is_whole = all(count is not None and count >= 0 for count in each)
-    return [[int(count) for count in row] for row in rows] if is_whole else None

@@ -13,7 +13,18 @@ from finetune.report.page import Block, drawn
 from finetune.report.plan_pictures import lanes
 from finetune.report.shapes import ACCENT, LIMIT, MUTED, SMALL, Box, Picture, Word, colour_of, letters
 from finetune.report.table import Table
-from finetune.report.text import GIB, as_dict, as_list, as_number, gib, number, seconds_words, shortened, spelled
+from finetune.report.text import (
+    GIB,
+    as_counts,
+    as_dict,
+    as_list,
+    as_number,
+    gib,
+    number,
+    seconds_words,
+    shortened,
+    spelled,
+)
 
 MOST_RANKS, MOST_LABELS, MOST_STAGES = 8, 60, 1024  # shown of a run
 KINDS = [FORWARD, BACKWARD, SEND, RECEIVE, IDLE]
@@ -141,8 +152,8 @@ FULL = 3.0  # times the mean load of its layer: the darkest cell
 def load_picture(found: dict[str, Any], width: float) -> Picture | None:
     """`found` is the content of experts.json: a row per layer, a cell per expert, darker the more tokens it gets. None
     if it is not that, or if it is too large for a picture."""
-    rows = _table(found.get("tokens"))
-    if not rows:
+    rows = as_counts(found.get("tokens"))
+    if not any(map(any, rows)) or len(rows) > MOST_LAYERS or len(rows[0]) > MOST_EXPERTS:
         return None
     experts, names = len(rows[0]), [f"layer {place}" for place in range(1, len(rows) + 1)]
     left, top = letters(names[-1], SMALL) + 12, 22.0
@@ -166,17 +177,3 @@ def load_picture(found: dict[str, Any], width: float) -> Picture | None:
             if wide >= CELL and high >= CELL:
                 picture.add(Word(x + wide / 2, y + high / 2 + 4, f"{share:.1f}", "middle"))
     return picture
-
-
-def _table(found: Any) -> list[list[int]]:
-    """`found` as counts, if it is a table of them that has some; else nothing."""
-    rows = as_list(found)
-    if not 0 < len(rows) <= MOST_LAYERS or not all(isinstance(row, list) for row in rows):
-        return []
-    if not 0 < len(rows[0]) <= MOST_EXPERTS or any(len(row) != len(rows[0]) for row in rows):
-        return []
-    each = [[as_number(count) for count in row] for row in rows]
-    if any(count is None or count < 0 for row in each for count in row):
-        return []
-    counts = [[int(count or 0) for count in row] for row in each]
-    return counts if any(map(any, counts)) else []

@@ -104,6 +104,15 @@ def as_dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def as_counts(found: Any) -> list[list[int]]:
+    """The table of counts, whose rows have one length; an empty one for anything else."""
+    rows = [as_list(row) for row in as_list(found)]
+    each = [[as_number(count) for count in row] for row in rows]
+    if not all(rows) or len(set(map(len, rows))) != 1 or any(n is None or n < 0 for row in each for n in row):
+        return []
+    return [[int(count or 0) for count in row] for row in each]
+
+
 def said(value: Any) -> str:
     """A value from any file as a short cell text; "" for None."""
     if value is None:
