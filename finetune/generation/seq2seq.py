@@ -29,7 +29,7 @@ from finetune.training.chapters import Data, Outcome
 from finetune.training.merging import merged
 from finetune.training.metrics import LOSS, settle_best_metric
 from finetune.training.model_card import Card, write_card
-from finetune.training.results import named, pictures_of, sentences
+from finetune.training.results import pictures_of, sentences
 from finetune.training.start import Session
 from finetune.training.trainer import FinetuneTrainer
 
@@ -157,8 +157,6 @@ def write_pair_report(
     package, auto = ("peft", "AutoPeftModelForSeq2SeqLM") if adapted else ("transformers", "AutoModelForSeq2SeqLM")
     card = Card(
         task="text to text",
-        pipeline_tag="text2text-generation",
-        **named(session, source, account),
         table=[("split", "pairs", "left out", "sources cut", "targets cut"),
                *((name, n, account.skipped.get(name, 0), *data.cut(name).values())
                  for name, n in account.rows.items())],
@@ -170,7 +168,7 @@ def write_pair_report(
         use=USE.format(package=package, auto=auto, prefix=prefix, most=trainer.most_new),
         tables=tables,
     )  # fmt: skip
-    write_card(folder, card)
+    write_card(session, source, account, card)
 
     def base() -> Any:
         return build_seq2seq(session[Seq2SeqModelArguments], source, data.tokenizer)

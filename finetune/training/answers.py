@@ -30,7 +30,7 @@ from finetune.training.merging import merged
 from finetune.training.metric_modules import load_metrics
 from finetune.training.metrics import LOSS, settle_best_metric
 from finetune.training.model_card import Card, write_card
-from finetune.training.results import named, pictures_of, rows_table, sentences
+from finetune.training.results import pictures_of, rows_table, sentences
 from finetune.training.run_folder import write_text
 from finetune.training.start import Session
 from finetune.training.thresholds import save_thresholds
@@ -267,15 +267,13 @@ def write_answer_report(session: Session, data: QuestionData, source: Source, tr
     none = f"A question gets no answer if that scores higher by more than {threshold:.4g}" if trainer.takes_none else ""
     card = Card(
         task="question answering",
-        pipeline_tag=session.run.task.name,
-        **named(session, source, account),
         table=rows_table("windows", account),
         facts=sentences(data.columns, *account.notes, stride, none),
         pictures=pictures_of(folder, "eval_f1"),
         use=USE,
         tables=tables,
     )
-    write_card(folder, card)
+    write_card(session, source, account, card)
     return merged(session, source, data, lambda: _built(session, source, data))
 
 

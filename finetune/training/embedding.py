@@ -28,7 +28,7 @@ from finetune.training.contrast import Contrast, contrast
 from finetune.training.merging import merged
 from finetune.training.mining import WithNegatives, mine
 from finetune.training.model_card import Card, write_card
-from finetune.training.results import named, pictures_of, rows_table, sentences
+from finetune.training.results import pictures_of, rows_table, sentences
 from finetune.training.retrieval import embedding_metrics
 from finetune.training.start import Session
 from finetune.training.trainer import FinetuneTrainer
@@ -247,7 +247,6 @@ def write_embedding_report(session: Session, data: EmbeddingData, source: Encode
     card = Card(
         task="sentence embeddings",
         pipeline_tag="sentence-similarity",
-        **named(session, source, account),
         table=rows_table("rows", account),
         facts=sentences(
             data.columns, *account.notes, LEARNT.get(kind, OF_LABELS), f"Vectors are pooled by {source.pooling}"
@@ -256,7 +255,7 @@ def write_embedding_report(session: Session, data: EmbeddingData, source: Encode
         use=USE,
         library="sentence-transformers",
     )
-    write_card(session.folder, card)
+    write_card(session, source, account, card)
     said = merged(session, source, data, lambda: build_encoder(session[ModelArguments], source.model, data.tokenizer))
     if said:
         copy_sentence_model(session.folder, session.folder / MERGED_FOLDER)

@@ -21,7 +21,6 @@ from finetune.training.metrics import TaskMetrics
 from finetune.training.model_card import Card, write_card
 from finetune.training.results import (
     label_counts,
-    named,
     pictures_of,
     rows_table,
     sentences,
@@ -125,13 +124,11 @@ def write_entity_report(
         pictures += write_confusion(folder, counts, Labels(TOKENS, (*kinds, NO_ENTITY)))
     card = Card(
         task="token classification",
-        pipeline_tag="token-classification",
-        **named(session, source, account),
         table=rows_table("sentences", account),
         facts=[*sentences(data.columns, *account.notes), *label_counts(account.label_counts)],
         pictures=pictures,
         use=use_of(session, "find", USE) + CALL,
         tables=tables,
     )
-    write_card(folder, card)
+    write_card(session, source, account, card)
     return merged(session, source, data)

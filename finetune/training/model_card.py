@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from finetune.report.page import markdown
 from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.identity import lineage_lines, read_run
 from finetune.training.run_folder import write_text
+from finetune.training.start import Session
 
 
 @dataclass(frozen=True)
@@ -20,15 +21,15 @@ class Card:
     opens the folder; `sample` is text that the model generated."""
 
     task: str
-    pipeline_tag: str
-    model: str
-    base_model: str | None
-    recipe: str
-    source: str
     table: Sequence[Sequence[Any]]
     facts: Sequence[str]
     pictures: Sequence[tuple[str, str]]
     use: str
+    pipeline_tag: str = ""  # the task, unless given; `write_card` fills these five
+    model: str = ""
+    base_model: str | None = None
+    recipe: str = ""
+    source: str = ""
     sample: str = ""
     library: str = "transformers"  # named on the hub as the library that opens the model
     tables: Sequence[tuple[str, Sequence[Sequence[Any]]]] = ()  # further tables: a sentence, a header, rows
@@ -47,8 +48,18 @@ def model_card(card: Card, metrics: dict[str, Any], environment: dict[str, Any],
     )
 
 
-def write_card(folder: Path, card: Card) -> None:
-    """Write README.md of a run folder, with the results and the environment that the run recorded there."""
+def write_card(session: Session, source: Any, account: Any, card: Card) -> None:
+    """Write README.md of a run folder, with the model that was found as `source`, the data in `account`, and the
+    results and the environment that the run recorded there."""
+    folder, run = session.folder, session.run
+    card = replace(
+        card,
+        pipeline_tag=card.pipeline_tag or run.task.name,
+        model=source.description,
+        base_model=source.hub_id,
+        recipe=run.recipe.script,
+        source=account.source,
+    )
     environment = read_json_object(folder / "environment.json")
     known = read_run(folder)
     lineage = lineage_lines(known[1]) if known else ()

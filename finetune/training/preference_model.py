@@ -28,7 +28,7 @@ from finetune.run.recipes.preference import PreferenceArguments, PreferenceDataA
 from finetune.run.reference import form_of_reference
 from finetune.training.merging import merged
 from finetune.training.model_card import Card, write_card
-from finetune.training.results import USE_LANGUAGE_MODEL, named, pictures_of, rows_table, sentences
+from finetune.training.results import USE_LANGUAGE_MODEL, pictures_of, rows_table, sentences
 from finetune.training.samples import Answers
 from finetune.training.second_model import placed
 from finetune.training.start import Session
@@ -179,13 +179,11 @@ def write_preference_report(
     is_reward = loss == "reward"
     card = Card(
         task="reward model" if is_reward else f"language model trained on preferences ({loss})",
-        pipeline_tag=session.run.task.name,
-        **named(session, source, account),
         table=rows_table("rows", account),
         facts=sentences(account.columns, *account.notes),
         pictures=pictures_of(session.folder, "eval_preference_accuracy"),
         use=USE_REWARD if is_reward else USE_LANGUAGE_MODEL,
         sample=_before_and_after(answers),
     )
-    write_card(session.folder, card)
+    write_card(session, source, account, card)
     return [] if is_reward else merged(session, source, data)

@@ -132,8 +132,6 @@ def write_report(
     account = data.account
     card = Card(
         task=f"text {data.labels.task.replace('multi_label_', 'multi-label ')}",
-        pipeline_tag="text-classification",
-        **named(session, source, account),
         table=rows_table("rows", account),
         facts=[
             *sentences(data.columns, *account.notes, of_teacher(session.run.value)),
@@ -143,7 +141,7 @@ def write_report(
         use=use_of(session, "classify", USE_CLASSIFIER) + _call(len(account.columns.text) == 2, data.labels.task),
         tables=tables,
     )
-    write_card(folder, card)
+    write_card(session, source, account, card)
     return merged(session, source, data)
 
 
@@ -165,8 +163,6 @@ def write_image_report(
     known = f"import finetune.models.{kind}  # makes the model known to transformers\n" if is_own else ""
     card = Card(
         task="image classification",
-        pipeline_tag="image-classification",
-        **named(session, source, account),
         table=[
             ("split", "pictures", "left out"),
             *((name, n, account.skipped.get(name, 0)) for name, n in account.rows.items()),
@@ -180,7 +176,7 @@ def write_image_report(
         pictures=pictures,
         use=USE_IMAGES.format(known=known),
     )
-    write_card(folder, card)
+    write_card(session, source, account, card)
     return []
 
 
@@ -196,8 +192,6 @@ def write_language_report(
     blocks += f", {account.left_over} tokens at the end of the training text left over" if account.left_over else ""
     card = Card(
         task="language modelling",
-        pipeline_tag="text-generation",
-        **named(session, source, account),
         table=[
             ("split", "documents", "tokens", "characters", "blocks"),
             *(
@@ -215,14 +209,8 @@ def write_language_report(
         sample=sample,
         tables=tables,
     )
-    write_card(folder, card)
+    write_card(session, source, account, card)
     return said
-
-
-def named(session: Session, source: Any, account: Any) -> dict[str, Any]:
-    """The fields of a model card on model, recipe and data that all recipes share."""
-    recipe = session.run.recipe.script
-    return {"model": source.description, "base_model": source.hub_id, "recipe": recipe, "source": account.source}
 
 
 def sentences(*notes: str) -> list[str]:
