@@ -15,7 +15,6 @@ from datasets import Dataset
 
 from finetune.data.column_names import renames_in
 from finetune.data.columns import Columns, Labels, is_empty, label_text, said_columns
-from finetune.data.files import open_file
 from finetune.data.seq2seq import SOURCE, TARGET, function_rows
 from finetune.data.splits import HeldOut, open_splits, refuse_bad_rows, said_split
 from finetune.data.tables import ROW, CleanTables, Table, hold_out, settle_splits
@@ -54,13 +53,14 @@ def text_column(number: int) -> str:
 
 def load_rows(arguments: EmbeddingDataArguments) -> tuple[Table, str]:
     """The raw splits given, and a line that says where they come from. Raises RequestError."""
-    given = open_splits(arguments, lambda split, name: open_file(f"{split}_file", name, encoding=arguments.encoding))
-    if given:
-        return given
-    found = function_rows()
-    return {
-        split: Dataset.from_dict({"anchor": rows[TARGET], "positive": rows[SOURCE]}) for split, rows in found.items()
-    }, BUILT_IN
+    return open_splits(
+        arguments,
+        lambda: {
+            split: Dataset.from_dict({"anchor": rows[TARGET], "positive": rows[SOURCE]})
+            for split, rows in function_rows().items()
+        },
+        BUILT_IN,
+    )
 
 
 def find_rows(names: Sequence[str], where: str) -> Found:

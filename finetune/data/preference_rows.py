@@ -19,7 +19,6 @@ from finetune.data.builtin import PACKAGES, parsed
 from finetune.data.chat.conversation import completion, conversation
 from finetune.data.chat.turns import ASSISTANT, Turn, has_words, quoted
 from finetune.data.column_names import SYSTEM
-from finetune.data.files import open_file
 from finetune.data.formats import NOT_LEARNT, led_by
 from finetune.data.preference_columns import ANSWERS, SCORES, SIDES, prompt_of, turns_in
 from finetune.data.splits import open_splits
@@ -50,13 +49,8 @@ class Sides:
 
 def open_tables(arguments: PreferenceDataArguments) -> tuple[dict[str, Dataset], str]:
     """The raw splits given, and where they come from."""
-    given = open_splits(
-        arguments, lambda split, name: open_file(f"{split}_file", name, encoding=arguments.encoding), SPLITS
-    )
-    if given:
-        return given
     source = "built-in docstrings of functions in Python's standard library, against their words in another order"
-    return {"train": Dataset.from_list(docstring_pairs())}, source
+    return open_splits(arguments, lambda: {"train": Dataset.from_list(docstring_pairs())}, source, splits=SPLITS)
 
 
 def held_out(rows: Sequence[Sides], fraction: float, seed: int) -> dict[str, list[Sides]]:

@@ -73,10 +73,12 @@ def prepare_questions(arguments: QuestionDataArguments, *rest: Any, max_seq_leng
 
 def load_questions(arguments: QuestionDataArguments) -> tuple[Table, str]:
     """The raw splits given, one row per question, and a line that says where they come from. Raises RequestError."""
-    given = open_splits(
-        arguments, lambda split, name: _flat(open_file(f"{split}_file", name, encoding=arguments.encoding))
+    return open_splits(
+        arguments,
+        lambda: {name: Dataset.from_list(rows) for name, rows in function_questions().items()},
+        BUILT_IN,
+        lambda split, name: _flat(open_file(f"{split}_file", name, encoding=arguments.encoding)),
     )
-    return given or ({name: Dataset.from_list(rows) for name, rows in function_questions().items()}, BUILT_IN)
 
 
 def _flat(table: Dataset) -> Dataset:

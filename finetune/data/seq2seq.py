@@ -16,7 +16,6 @@ from tokenizers import processors
 from finetune.data.builtin import by_package
 from finetune.data.classification import ClassificationData, Kind, prepare
 from finetune.data.columns import Columns, Labels, is_empty, said_columns, said_data
-from finetune.data.files import open_file
 from finetune.data.find_columns import TRANSLATION, find_pair
 from finetune.data.splits import open_splits, refuse_bad_rows
 from finetune.data.tables import ROW, CleanTables, Table, hold_out, settle_splits
@@ -79,10 +78,9 @@ def prepare_pairs(
 
 def load_pairs(arguments: PairArguments) -> tuple[Table, str]:
     """The raw splits given, and a line that says where they come from. Raises RequestError."""
-    given = open_splits(arguments, lambda split, name: open_file(f"{split}_file", name, encoding=arguments.encoding))
-    if given:
-        return given
-    return {name: Dataset.from_dict(rows) for name, rows in function_rows().items()}, BUILT_IN
+    return open_splits(
+        arguments, lambda: {name: Dataset.from_dict(rows) for name, rows in function_rows().items()}, BUILT_IN
+    )
 
 
 def clean_pairs(

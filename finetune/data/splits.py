@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from datasets import Dataset
 
-from finetune.data.files import open_hub
+from finetune.data.files import open_file, open_hub
 from finetune.errors import RequestError
 from finetune.run.flags.text import PreparationArguments
 
@@ -19,18 +19,24 @@ ASKED_BY = {"train": "do_train", "validation": "do_eval", "test": "do_predict"}
 
 
 def open_splits(
-    arguments: Any, opened: Callable[[str, str], Dataset], splits: Sequence[str] = tuple(ASKED_BY)
-) -> tuple[dict[str, Dataset], str] | None:
-    """The raw splits given and where they come from: the hub, or files, each opened by `opened` (split, file name).
-    None if the flags name neither. Raises RequestError."""
+    arguments: Any,
+    built_in: Callable[[], dict[str, Dataset]],
+    source: str,
+    opened: Callable[[str, str], Dataset] | None = None,
+    splits: Sequence[str] = tuple(ASKED_BY),
+) -> tuple[dict[str, Dataset], str]:
+    """The raw `splits` given, and where they come from: the hub, or files, opened as tables or by `opened` (split, file
+    name). If the flags name neither, those of `built_in`, which come from `source`. Raises RequestError."""
     if arguments.dataset_name:
         found = {name: open_hub(arguments.dataset_name, arguments.dataset_config_name, name) for name in splits}
         tables = {name: table for name, table in found.items() if table is not None}
         return tables, " ".join(filter(None, (arguments.dataset_name, arguments.dataset_config_name)))
-    files = {name: getattr(arguments, f"{name}_file") for name in splits}
-    given = {name: file for name, file in files.items() if file}
-    tables = {name: opened(name, file) for name, file in given.items()}
-    return (tables, ", ".join(Path(file).name for file in given.values())) if given else None
+    files = {name: file for name in ASKED_BY if (file := getattr(arguments, f"{name}_file", None))}
+    if not files:
+        return built_in(), source
+    opened = opened or (lambda split, name: open_file(f"{split}_file", name, encoding=arguments.encoding))
+    tables = {name: opened(name, file) for name, file in files.items() if name in splits}
+    return tables, ", ".join(Path(file).name for file in files.values())
 
 
 def unused_fraction(cut: PreparationArguments) -> str:

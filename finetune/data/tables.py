@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,12 +24,12 @@ from finetune.data.columns import (
     note_of_numbers,
     without_html_breaks,
 )
-from finetune.data.files import open_file, open_hub
+from finetune.data.files import open_file
 from finetune.data.find_columns import HEAD_ROWS, find_columns, trained_on
 from finetune.data.label_lists import find_many_labels, has_lists, merge_label_columns, multi_hot, name_lists, strata
 from finetune.data.list_text import note_of_joined, note_of_lists
 from finetune.data.odd_labels import countable, missing_labels, notes_of_names, refuse_nested, said_missing
-from finetune.data.splits import HeldOut, refuse_bad_rows, said_split, unused_fraction
+from finetune.data.splits import HeldOut, open_splits, refuse_bad_rows, said_split, unused_fraction
 from finetune.errors import RequestError
 from finetune.run.flags.text import DataArguments, PreparationArguments
 
@@ -42,24 +41,18 @@ Table = dict[str, Dataset]
 
 def load_tables(arguments: DataArguments) -> tuple[Table, str]:
     """The raw splits given, and a line that says where they come from. Raises RequestError."""
-    if arguments.dataset_name:
-        wanted = SPLITS[1:] if arguments.streaming else SPLITS
-        found = {name: open_hub(arguments.dataset_name, arguments.dataset_config_name, name) for name in wanted}
-        tables = {name: table for name, table in found.items() if table is not None}
-        source = " ".join(filter(None, (arguments.dataset_name, arguments.dataset_config_name)))
-    elif arguments.train_file or arguments.validation_file or arguments.test_file:
-        files = {name: getattr(arguments, f"{name}_file") for name in SPLITS}
-        given = {name: file for name, file in files.items() if file and not (arguments.streaming and name == "train")}
-        tables = {}
-        for name, file in given.items():
-            # A test file with a single text column cannot reveal that it has no header; the training file can.
-            bare = "train" in tables and tables["train"].column_names[0] == "column_1"
-            tables[name] = open_file(f"{name}_file", file, False, False if bare else None, arguments.encoding)
-        source = ", ".join(Path(file).name for file in files.values() if file)
-    else:
-        tables = {"train": Dataset.from_dict(docstring_rows())}
-        source = "built-in docstrings of Python's standard library, labelled with their package"
-    return tables, source
+    bare = dict[str, bool]()
+
+    def opened(split: str, name: str) -> Dataset:
+        # A test file with a single text column cannot reveal that it has no header; the training file can.
+        header = False if bare.get("train") else None
+        table = open_file(f"{split}_file", name, False, header, arguments.encoding)
+        bare[split] = table.column_names[0] == "column_1"
+        return table
+
+    source = "built-in docstrings of Python's standard library, labelled with their package"
+    splits = SPLITS[1:] if arguments.streaming else SPLITS
+    return open_splits(arguments, lambda: {"train": Dataset.from_dict(docstring_rows())}, source, opened, splits)
 
 
 @dataclass(frozen=True)

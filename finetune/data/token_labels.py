@@ -45,11 +45,12 @@ SHOWN, SHOWN_CHARACTERS = 5, 40
 
 def load_sentences(arguments: TokenDataArguments) -> tuple[Table, str]:
     """The raw splits given, and a line that says where they come from. Raises RequestError."""
-    given = open_splits(arguments, lambda split, name: _open(split, name, arguments.encoding))
-    if given:
-        return given
-    built_in = {name: Dataset.from_dict(rows) for name, rows in name_rows().items()}
-    return built_in, "built-in names in the source of Python's standard library, held out by module"
+    return open_splits(
+        arguments,
+        lambda: {name: Dataset.from_dict(rows) for name, rows in name_rows().items()},
+        "built-in names in the source of Python's standard library, held out by module",
+        lambda split, name: _open(split, name, arguments.encoding),
+    )
 
 
 def _open(split: str, name: str, encoding: str | None) -> Dataset:
