@@ -21,7 +21,7 @@ from finetune.data.chat.turns import ASSISTANT, Turn, has_words, quoted
 from finetune.data.column_names import SYSTEM
 from finetune.data.formats import NOT_LEARNT, led_by
 from finetune.data.preference_columns import ANSWERS, SCORES, SIDES, prompt_of, turns_in
-from finetune.data.splits import open_splits
+from finetune.data.splits import hold_out_by, open_splits
 from finetune.data.tokenizer import beginning_of
 from finetune.errors import RequestError
 from finetune.run.recipes.preference import PreferenceDataArguments
@@ -56,15 +56,8 @@ def open_tables(arguments: PreferenceDataArguments) -> tuple[dict[str, Dataset],
 def held_out(rows: Sequence[Sides], fraction: float, seed: int) -> dict[str, list[Sides]]:
     """A seeded split by prompt: all rows of a prompt go to the same side. Raises RequestError."""
     keys = [_key(row.prompt or row.answers) for row in rows]
-    unique = sorted(set(keys))
-    random.Random(seed).shuffle(unique)
-    held = set(unique[: max(1, round(fraction * len(unique)))])
-    if len(unique) < 2:
-        raise RequestError("the training data has a single prompt, so none can be held out. Add --validation_file.")
-    found: dict[str, list[Sides]] = {"train": [], "validation": []}
-    for key, row in zip(keys, rows, strict=True):
-        found["validation" if key in held else "train"].append(row)
-    return found
+    *parts, _ = hold_out_by(keys, fraction, seed, "the training data", "prompts")
+    return {name: [rows[i] for i in part] for name, part in zip(SPLITS, parts, strict=True)}
 
 
 def sides_of(kind: str, row: Mapping[str, Any]) -> Sides:
