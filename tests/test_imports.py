@@ -94,7 +94,7 @@ ROOMS: dict[str, set[str]] = {
     "supervise": {"errors", "run", "safe_read", "training"},
     "export": {"errors", "models", "run", "safe_read", "training"},
     "cli": {"errors", "generation", "privacy", "run"},
-    "api": {"cli", "commands", "dsconfig", "errors", "export", "measure", "models", "plan", "privacy", "report", "run"}
+    "api": {"cli", "commands", "dsconfig", "errors", "measure", "models", "plan", "privacy", "report", "run"}
     | {"entry", "training"},
 }
 FREE = ("commands",)  # which do what the command line asks, with any room
