@@ -13,7 +13,7 @@ from torch import distributed
 
 from finetune.data.columns import Labels
 from finetune.generation.batches import Batch, rounds_of
-from finetune.training.metric_modules import Metric, load_metrics
+from finetune.training.metric_modules import LoadedMetrics, load_metrics
 from finetune.training.run_folder import write_text
 from finetune.training.trainer import FinetuneTrainer
 
@@ -23,7 +23,7 @@ SHOWN_ROWS, SHOWN_CHARACTERS = 8, 160  # in the model card
 Row = TypeVar("Row")
 
 
-class TextMetrics:
+class TextMetrics(LoadedMetrics):
     """A `compute_metrics` that calls `of_rows`, whose metrics are `own` (and whether greater is better); `of_texts`
     applies the metrics called `names` to generated texts. Raises RequestError for a metric that cannot be loaded."""
 
@@ -35,20 +35,14 @@ class TextMetrics:
         of_rows: Callable[[Any], dict[str, float]],
     ) -> None:
         self.labels, self.own, self.of_rows = Labels(task, ()), own, of_rows
-        self.metrics: tuple[Metric, ...] = load_metrics(names, None, SAMPLES, task.replace("_", " "), tuple(own))
+        self.metrics = load_metrics(names, None, SAMPLES, task.replace("_", " "), tuple(own))
 
     def __call__(self, evaluated: Any) -> dict[str, float]:
         return self.of_rows(evaluated)
 
     def of_texts(self, written: Sequence[str], truth: Sequence[str]) -> dict[str, float]:
         """The metrics of generated texts, the same on each rank."""
-        inputs = {"predictions": list(written), "references": list(truth)}
-        return {name: value for metric in self.metrics for name, value in metric.compute(inputs).items()}
-
-    @property
-    def greater_is_better(self) -> dict[str, bool]:
-        """Every metric of an evaluation, and whether greater is better."""
-        return {**self.own, **{figure: better for one in self.metrics for figure, better in one.figures.items()}}
+        return self.figures({"predictions": list(written), "references": list(truth)})
 
 
 def over_ranks(

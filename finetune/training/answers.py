@@ -27,7 +27,7 @@ from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.text import ModelArguments
 from finetune.run.recipes.question_answering import AnswerArguments, QuestionDataArguments, span_shape
 from finetune.training.merging import merged
-from finetune.training.metric_modules import load_metrics
+from finetune.training.metric_modules import LoadedMetrics, load_metrics
 from finetune.training.metrics import LOSS, settle_best_metric
 from finetune.training.model_card import Card, write_card
 from finetune.training.results import pictures_of, rows_table, sentences
@@ -166,7 +166,7 @@ def _spans(
                 yield (int(firsts[begin]), int(lasts[end])), value[begin][0] + value[end][1]
 
 
-class AnswerMetrics:
+class AnswerMetrics(LoadedMetrics):
     """A `compute_metrics` that returns the exact loss over windows; `of_answers` applies the metrics called `names` to
     the answers' texts."""
 
@@ -184,13 +184,7 @@ class AnswerMetrics:
 
     def of_answers(self, answers: Sequence[Answer], threshold: float) -> dict[str, float]:
         said, truths = [one.text(threshold) for one in answers], [list(one.truth or ()) for one in answers]
-        inputs = {"predictions": said, "references": truths}
-        return {name: value for metric in self.metrics for name, value in metric.compute(inputs).items()}
-
-    @property
-    def greater_is_better(self) -> dict[str, bool]:
-        """Every metric of an evaluation, and whether greater is better."""
-        return {LOSS: False, **{figure: better for metric in self.metrics for figure, better in metric.figures.items()}}
+        return self.figures({"predictions": said, "references": truths})
 
 
 def metrics_of_answers(session: Session) -> AnswerMetrics:

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import evaluate
@@ -38,6 +39,22 @@ class Metric:
     def compute(self, inputs: Mapping[str, Any]) -> dict[str, float]:
         """Its figures, from those of the `inputs` that it declares as features."""
         return {name: float(value) for name, value in _compute(self.module, inputs).items()}
+
+
+class LoadedMetrics:
+    """The metrics of a run's evaluations; `own` are those that come from no module, with whether greater is better."""
+
+    metrics: tuple[Metric, ...]
+    own: Mapping[str, bool] = MappingProxyType({"loss": False})
+
+    def figures(self, inputs: Mapping[str, Any]) -> dict[str, float]:
+        """What the modules make of `predictions` and `references`."""
+        return {name: value for metric in self.metrics for name, value in metric.compute(inputs).items()}
+
+    @property
+    def greater_is_better(self) -> dict[str, bool]:
+        """Every metric of an evaluation, and whether greater is better."""
+        return {**self.own, **{figure: better for one in self.metrics for figure, better in one.figures.items()}}
 
 
 def load_metrics(

@@ -14,14 +14,14 @@ from scipy.special import expit, log_softmax
 
 from finetune.data.columns import IGNORED, MULTI_LABEL, TOKENS, Labels
 from finetune.errors import RequestError, first_line
-from finetune.training.metric_modules import Metric, load_metrics
+from finetune.training.metric_modules import LoadedMetrics, Metric, load_metrics
 from finetune.training.thresholds import choose_thresholds, given_labels, save_thresholds, thresholds_of
 
 MOST_SAMPLED = 8  # at most so many classes in the rows on which a metric is tried
 LOSS = "loss"
 
 
-class TaskMetrics:
+class TaskMetrics(LoadedMetrics):
     """A `compute_metrics` for the Trainer: the metrics called `names`, each through `evaluate`, or else the task's own.
 
     It also returns `loss`, the exact mean over rows, which overrides the Trainer's: that is a mean over batches, in
@@ -46,15 +46,6 @@ class TaskMetrics:
     def inputs(self, evaluated: Any) -> tuple[dict[str, Any], float]:
         """The metrics' inputs from an evaluation, and its loss."""
         return self.task.inputs(first_output(evaluated.predictions), np.asarray(evaluated.label_ids), self)
-
-    def figures(self, inputs: Mapping[str, Any]) -> dict[str, float]:
-        """The metrics of `predictions` and `references`, without the loss."""
-        return {name: value for metric in self.metrics for name, value in metric.compute(inputs).items()}
-
-    @property
-    def greater_is_better(self) -> dict[str, bool]:
-        """Every metric of an evaluation, and whether greater is better."""
-        return {LOSS: False, **{figure: better for metric in self.metrics for figure, better in metric.figures.items()}}
 
 
 class CountedMetrics:
