@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, DataCollatorForTokenClassification, Data
 
 from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states
 from finetune.data.charset import encoding_notes
-from finetune.data.columns import MULTI_LABEL, TOKENS, Columns, Labels, said_counts
+from finetune.data.columns import MULTI_LABEL, TOKENS, Columns, Labels, said_counts, said_data
 from finetune.data.label_lists import MERGED
 from finetune.data.streaming import StreamCollator, Survey, TextStream, held_out_rows, some_texts, survey
 from finetune.data.tables import ROW, SPLITS, CleanTables, Table, clean_tables, load_tables
@@ -56,18 +56,12 @@ class ClassificationData(Tokenized):
     def describe(self) -> str:
         """One line for the log: what is used, and which flags change it."""
         account, names = self.account, self.labels.names
-        rows = ", ".join(f"{count:,} {split}" for split, count in account.rows.items())
         kind = f"{len(names)} {'tags' if self.labels.task == TOKENS else 'labels'}" if names else "regression"
         kind += f": {said_counts(account.label_counts)}" if account.label_counts else ""
         kind += ", any number of them per row" if self.labels.task == MULTI_LABEL else ""
-        left_out = sum(account.skipped.values())
-        cut = f", {left_out:,} bad rows left out" if left_out else ""
-        cut += f"; {self.columns}" if self.columns else ""
-        cut += "".join(f"; {note}" for note in account.notes)
-        if truncated := sum(account.truncated.values()):
-            cut += f"; {truncated:,} rows cut to {account.max_seq_length} tokens"
-        more = "; --train_file takes your own" if account.source.startswith("built-in") else ""
-        return f"data: {account.source} ({rows} rows, {kind}{cut}{more})"
+        truncated = sum(account.truncated.values())
+        cut = f"{truncated:,} rows cut to {account.max_seq_length} tokens" if truncated else ""
+        return said_data(account, self.columns, f"rows, {kind}", cut)
 
     @property
     def columns(self) -> str:

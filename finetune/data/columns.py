@@ -69,13 +69,13 @@ def said_counts(counts: Mapping[str, int]) -> str:
     return f"from {fewest:,} of {rarest} to {most:,} of {commonest}"
 
 
-def said_data(data: Any, what: str, *more: str) -> str:
-    """The log line for a data set whose rows are called `what`, with further remarks `more`."""
-    account = data.account
+def said_data(account: Any, columns: str, what: str, *more: str) -> str:
+    """The log line for a data set whose rows are called `what`, with further remarks `more`: what is used, and which
+    flag changes it."""
     rows = ", ".join(f"{count:,} {split}" for split, count in account.rows.items())
     left_out = sum(account.skipped.values())
     own = "--train_file takes your own" if account.source.startswith("built-in") else ""
-    said = (f"{left_out:,} bad rows left out" if left_out else "", data.columns, *account.notes, *more, own)
+    said = (f"{left_out:,} bad rows left out" if left_out else "", columns, *account.notes, *more, own)
     return f"data: {account.source} ({'; '.join([f'{rows} {what}', *filter(None, said)])})"
 
 

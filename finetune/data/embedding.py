@@ -41,7 +41,7 @@ class EmbeddingData(ClassificationData):
         cut = sum(account.truncated.values())
         labels = f"{len(self.labels.names)} labels: {said_counts(account.label_counts)}" if kind == CLASSES else ""
         too_long = f"{cut:,} rows with a text cut to {account.max_seq_length} tokens" if cut else ""
-        return said_data(self, kind, labels, too_long)
+        return said_data(account, self.columns, kind, labels, too_long)
 
     @property
     def columns(self) -> str:

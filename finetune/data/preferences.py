@@ -25,7 +25,7 @@ from finetune.data.charset import encoding_notes
 from finetune.data.chat.remarks import notes_of
 from finetune.data.chat.templates import DEFAULT_TEMPLATE, INVENTED, is_ours, read_template
 from finetune.data.column_names import renames_in
-from finetune.data.columns import said_columns
+from finetune.data.columns import said_columns, said_data
 from finetune.data.find_columns import HEAD_ROWS
 from finetune.data.places import Place
 from finetune.data.preference_batches import OF_ANSWERS, OF_PAIRS, collate
@@ -93,15 +93,9 @@ class PreferenceData(Tokenized):
 
     def describe(self) -> str:
         """One line for the log: what is used, and which flags change it."""
-        account, kind = self.account, "pairs" if self.sides == OF_PAIRS else "answers"
-        said = ", ".join(f"{count:,} {split}" for split, count in account.rows.items()) + f" {kind}"
-        left_out = sum(account.skipped.values())
-        said += f", {left_out:,} bad rows left out" if left_out else ""
-        said += "".join(f"; {note}" for note in (account.columns, *account.notes) if note)
-        cut = sum(account.truncated.values())
-        said += f"; {cut:,} rows longer than {account.max_seq_length} tokens, cut equally on both sides" if cut else ""
-        more = "; --train_file takes your own" if account.source.startswith("built-in") else ""
-        return f"data: {account.source} ({said}{more})"
+        account, cut = self.account, sum(self.account.truncated.values())
+        said = f"{cut:,} rows longer than {account.max_seq_length} tokens, cut equally on both sides" if cut else ""
+        return said_data(account, account.columns, "pairs" if self.sides == OF_PAIRS else "answers", said)
 
 
 def prepare_preferences(

@@ -45,7 +45,8 @@ class QuestionData(ClassificationData):
     def describe(self) -> str:
         """One line for the log: what is used, and which flags change it."""
         cut = sum(self.account.truncated.values())
-        return said_data(self, "windows", f"the question of {cut:,} windows cut" if cut else "")
+        said = f"the question of {cut:,} windows cut" if cut else ""
+        return said_data(self.account, self.columns, "windows", said)
 
     @property
     def collator(self) -> Any:

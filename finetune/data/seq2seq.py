@@ -50,9 +50,8 @@ class PairData(ClassificationData):
         """One line for the log: what is used, and which flags change it."""
         cut = [self.cut(split) for split in self.splits]
         counts = {side: sum(one[side] for one in cut) for side in (SOURCE, TARGET)}
-        return said_data(
-            self, "pairs", *(f"{n:,} {side}s cut to --max_{side}_length" for side, n in counts.items() if n)
-        )
+        said = [f"{n:,} {side}s cut to --max_{side}_length" for side, n in counts.items() if n]
+        return said_data(self.account, self.columns, "pairs", *said)
 
 
 def prepare_pairs(
