@@ -42,6 +42,15 @@ def test_weights_are_loaded_in_fp32_whatever_the_file_has(tmp_path: Path) -> Non
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+def test_a_folder_in_the_home_folder_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell expands ~ in a flag, but nothing does in a YAML."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    saved(tmp_path / "model", DISTILBERT)
+    arguments = ModelArguments(model_name_or_path="~/model")
+    source = find_source(arguments, None)
+    assert build_classifier(arguments, source, LABELS, source.tokenizer).config.vocab_size == 60
+
+
 def test_thresholds_of_the_weights_that_were_are_dropped_when_they_are_trained_on(tmp_path: Path) -> None:
     many = Labels(MULTI_LABEL, ("bad", "good"))
     config = DistilBertConfig(**{**DISTILBERT.to_dict(), "problem_type": MULTI_LABEL, "thresholds": [0.3, 0.7]})
