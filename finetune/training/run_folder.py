@@ -1,5 +1,5 @@
 """The run folder: its lock, what is deleted before a run, and what a run writes there besides weights and checkpoints.
-Rank 0 writes. finetune.run.paths checks whether a run may use the folder."""
+Rank 0 writes. finetune.run.output_dir checks whether a run may use the folder."""
 
 from __future__ import annotations
 
