@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 
 from finetune.errors import RequestError
-from finetune.export.adapter import write_merged
 from finetune.export.source import Source, read_source
-from finetune.export.write import bytes_of, whole, write_companions, write_thresholds, write_weights
+from finetune.export.write import bytes_of, whole, write_companions, write_merged, write_thresholds, write_weights
 from finetune.training.run_folder import explained_disk_errors
 from finetune.versions import versions
 
