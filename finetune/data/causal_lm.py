@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import chain
@@ -19,8 +20,8 @@ from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states
 from finetune.data.changes import UnchangedFiles
 from finetune.data.chat.conversation import Learning
 from finetune.data.chat.remarks import ENDLESS, note_of_ends, notes_of, turn_ends
-from finetune.data.chat.templates import DEFAULT_TEMPLATE, INVENTED, read_template
-from finetune.data.columns import CHAT, TEXT, of_chats_alone
+from finetune.data.chat.templates import DEFAULT_TEMPLATE, INVENTED, UNTEMPLATED, read_template
+from finetune.data.columns import CHAT, COMPLETION, TEXT, of_chats_alone
 from finetune.data.documents import ENDS, Corpus, open_corpora
 from finetune.data.encoding import Encoder, UnknownCharacterError, write_tokens
 from finetune.data.mixture import Joined, joined, note_of_shares
@@ -32,7 +33,7 @@ from finetune.run.flags.language import BlockArguments, CorpusArguments
 from finetune.run.launch import Launch
 from finetune.run.mixture import parts_of
 
-FORMAT = 9  # raise it when what is cached changes
+FORMAT = 10  # raise it when what is cached changes
 OF_NO_TOKEN = (*OF_NO_EFFECT, "chat_template", "train_file")  # flags that the key covers by the content they name
 TOKENIZER_DOCUMENTS = 100_000  # of a stream: enough text to train a vocabulary on
 
@@ -153,6 +154,8 @@ class _Job:
                     sums = account.setdefault(name, {})
                     sums[split] = sums.get(split, 0) + count
             account["of_each"].append(found)
+        if first.kind == COMPLETION:
+            account["notes"] = [*account["notes"], *self._notes_of_completions(corpora)]
         if first.kind == CHAT:
             account |= self._account_of_turns(Tokens.open(folder / "validation-0"), tokenizer, account, remarks)
         tokenizer.save_pretrained(str(folder / "tokenizer"))
@@ -176,6 +179,15 @@ class _Job:
         for name in of_chats_alone(kind, self.arguments):
             value = getattr(self.arguments, name)
             raise RequestError(f"--{name} {value} is for conversations, but the data has {kind}. Drop it.")
+
+    def _notes_of_completions(self, corpora: list[Corpus]) -> Iterator[str]:
+        tables = [table for number, corpus in enumerate(corpora) for table in self._tables(number, corpus).values()]
+        blank = sum(not str(said).strip() for table in tables for said in table["completion"])
+        if blank and self.arguments.train_on != "all":
+            total = sum(map(len, tables))
+            yield f"{blank:,} of {total:,} completions are blank, and not trained on: fill them, or remove the rows"
+        if self.tokenizer is not None and self.tokenizer.chat_template:
+            yield UNTEMPLATED.format(rows="prompts and completions", mend="--column_mapping completion=response")
 
     def _account_of_turns(self, tokens: Tokens, tokenizer: Any, account: Any, remarks: Any) -> dict[str, Any]:
         notes = notes_of(remarks, sum(account["documents"].values()))

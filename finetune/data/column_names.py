@@ -121,6 +121,17 @@ def _pairs_in(words: Sequence[str] | None) -> dict[str, str]:
     return found
 
 
+def check_mapped(words: Sequence[str] | None, tables: Sequence[Sequence[str]]) -> None:
+    """Raises RequestError if --column_mapping names a column that none of the `tables` has; each is given by its
+    columns' names."""
+    known = list(dict.fromkeys(name for names in tables for name in names))
+    for old, new in _pairs_in(words).items():
+        if old not in known:
+            raise RequestError(
+                f"--column_mapping {old}={new}: the data has no column {old!r}; it has {', '.join(known)}."
+            )
+
+
 def renames_in(words: Sequence[str] | None, names: Sequence[str], where: str, needs_all: bool = True) -> dict[str, str]:
     """The renames of --column_mapping that apply to a table with columns `names`. The new names may exist already. With
     `needs_all` each column must be there under one of its names. Raises RequestError."""

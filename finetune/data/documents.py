@@ -15,7 +15,7 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 
 from finetune.data.builtin import manual_topics
 from finetune.data.charset import UTF8, as_utf8, encoding_notes
-from finetune.data.column_names import renames_for
+from finetune.data.column_names import check_mapped, renames_for
 from finetune.data.columns import CHAT, TEXT, said_columns
 from finetune.data.duplicates import find_duplicates
 from finetune.data.files import TEXT_FILES, open_file, open_hub
@@ -140,6 +140,8 @@ def open_corpus(arguments: Any, seed: int, is_alone: bool = True) -> Corpus:
         train, held_out = Dataset.from_dict({"text": manual_topics()}), None
         source = "built-in reference manual of Python"
     where = "the training data" if is_alone else f"the training data {source}"
+    if is_alone:
+        check_mapped(arguments.column_mapping, [_names(table) for table in (train, held_out) if table is not None])
     form, train, columns = _settle(train, arguments, where, is_alone)
     was_held_out = held_out is None
     places = dict.fromkeys(("train", "validation"), Place.of_file(file) if file else Place(source))

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states
 from finetune.data.charset import encoding_notes
 from finetune.data.chat.remarks import notes_of
-from finetune.data.chat.templates import DEFAULT_TEMPLATE, INVENTED, is_ours, read_template
+from finetune.data.chat.templates import DEFAULT_TEMPLATE, INVENTED, UNTEMPLATED, is_ours, read_template
 from finetune.data.column_names import renames_in
 from finetune.data.columns import said_columns, said_data
 from finetune.data.find_columns import HEAD_ROWS
@@ -171,6 +171,8 @@ class _Job:
         tokenizer = self.tokenizer or self._train_tokenizer(sides, is_chat)
         if is_chat and not tokenizer.chat_template:
             notes.append(INVENTED.format(end=tokenizer.eos_token or "nothing"))
+        if self.tokenizer is not None and tokenizer.chat_template and not is_chat:
+            notes.append(UNTEMPLATED.format(rows="prompts and answers", mend="a prompt of turns"))
         truncated, first, rows_of = {}, 0, {}
         remarks: list[list[int]] = []
         for split, rows in sides.items():

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from finetune.errors import RequestError, RunError
 from finetune.export.weights import Weight, cast_of
 from finetune.run.choose import recipes
-from finetune.run.files import ADAPTER_CONFIG, LABELS, SENTENCE_FILES, UNFINISHED
+from finetune.run.files import ADAPTER_CONFIG, GENERATION_CONFIG, LABELS, SENTENCE_FILES, UNFINISHED
 from finetune.safe_read import read_json_object
 from finetune.safe_read.folders import check_model_folder
 from finetune.training.checkpoints.manifest import CHECKPOINT, MANIFEST
@@ -29,7 +29,7 @@ from finetune.training.checkpoints.writing import flush
 
 SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?) ?([KMGT])(i?)B", re.IGNORECASE)
 POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
-CONFIGS = ("config.json", "generation_config.json", ADAPTER_CONFIG)
+CONFIGS = ("config.json", GENERATION_CONFIG, ADAPTER_CONFIG)
 COMPANIONS = (
     "tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "*.spm", "sentencepiece*.model", "chat_template.*", "preprocessor_config.json", "processor_config.json",

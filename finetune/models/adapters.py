@@ -17,9 +17,11 @@ from finetune.errors import RequestError, first_line, plain
 from finetune.models.experts import mixture_of
 from finetune.models.source import OF_LABELS, Kept, Named, from_pretrained, load_weights, with_labels
 from finetune.run.facts import base_dtype, check_sharded, left_to_adapter
+from finetune.run.files import GENERATION_CONFIG
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.text import ModelArguments
 from finetune.run.run import Run
+from finetune.safe_read import read_json_object
 
 OWN_MODELS = ("gptlite", "alexnet", "resnet_group_norm")  # registered with transformers when their module is imported
 MAX_SHOWN = 20
@@ -161,6 +163,9 @@ def open_trained(found: Named, auto: str, mend: str) -> Any:
 def _opened(model: Any, adapter: Path, is_trainable: bool) -> Any:
     from peft import PeftModel
 
+    ends = _stored_ends(adapter)
+    if ends is not None:
+        model.generation_config.eos_token_id = ends
     try:
         return PeftModel.from_pretrained(model, str(adapter), is_trainable=is_trainable)
     except torch.OutOfMemoryError:
@@ -236,17 +241,29 @@ def labels_of(model: Any) -> dict[str, Any] | None:
     return {**known, "architectures": [type(model.get_base_model()).__name__]}
 
 
+def ends_of(model: Any) -> list[int] | None:
+    """The tokens to store beside an adapter, at which its answers end: training may have added those of a chat template
+    to the base's. None for other models, and where there is only the base's."""
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return ends if hasattr(model, "peft_config") and isinstance(ends, list) else None
+
+
+def _stored_ends(adapter: Path) -> list[int] | None:
+    file = adapter / GENERATION_CONFIG
+    ends = read_json_object(file, inside=adapter).get("eos_token_id") if file.is_file() else None
+    return ends if isinstance(ends, list) and all(isinstance(one, int) for one in ends) else None
+
+
 def write_merged(folder: Path, build: Callable[[], Any], tokenizer: Any) -> Path:
     """Write the full model, with the adapter of `folder` merged into its weights; read from disk, so it works under any
     ZeRO stage. `build` returns the base in fp32.
 
     Call it on one rank, at the end: afterwards, models are no longer sharded as they are built.
     """
-    from peft import PeftModel
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
-    merged = PeftModel.from_pretrained(build(), str(folder)).merge_and_unload()
+    merged = _opened(build(), folder, is_trainable=False).merge_and_unload()
     merged.save_pretrained(str(folder / MERGED_FOLDER))
     tokenizer.save_pretrained(str(folder / MERGED_FOLDER))
     return folder / MERGED_FOLDER

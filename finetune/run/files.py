@@ -41,7 +41,7 @@ def by_hand(name: str = "NAME", folder: str = "FOLDER") -> str:
     return f"hf upload {name} {folder} --private " + " ".join(f'--exclude "{pattern}"' for pattern in LEFT_OUT)
 
 
-ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_CONFIG, GENERATION_CONFIG = "adapter_config.json", "generation_config.json"
 
 
 def without_base(adapter: Path) -> str:

@@ -40,6 +40,7 @@ LONGEST = 200  # characters; longer values are stored as a digest
 OF_FLAGS = "lr betas eps weight_decay torch_adam warmup_max_lr warmup_num_steps total_num_steps".split()
 LIKE_FLAGS = {"optimizer": ("Adam", "AdamW"), "scheduler": ("WarmupDecayLR",)}
 ARITHMETIC = "arithmetic"  # other keys of it that affect results
+DATED = "dated"  # the chat template writes today's date
 BEGINNING = "beginning"  # what the tokenizer puts at the start of each document, if anything
 LIKE_NONE = {"adam_w_mode": True, "warmup_min_lr": 0, "warmup_type": "linear"}
 
@@ -83,6 +84,7 @@ def _facts(session: Session, config: Any, data: Any) -> dict[str, dict[str, Any]
     processor = data.processor
     known = tokenizer_identity if hasattr(processor, "get_vocab") else getattr(type(processor), "to_dict", None)
     tokenizer: dict[str, Any] = {"hash": digests.of_text(known(processor)) if known else None} | beginning
+    tokenizer |= {DATED: True} if "strftime_now" in str(getattr(processor, "chat_template", "")) else {}
     model = {} if config is None else _shape(json.loads(config.to_json_string(use_diff=False)))
     base = (run.value("model_name_or_path"), run.value("model_revision"), bool(run.value("use_peft")))
     config_of_engine = session.ds_config or (config_of_fields() if deepspeed_by_accelerate(run) else {})
@@ -161,6 +163,8 @@ def _compare(
     begins = None if BEGINNING in before.facts.get("tokenizer", {}) else facts["tokenizer"].get(BEGINNING)
     if begins:
         why += f" (each document now begins with {begins}, as its tokenizer has it, which an older version left out)"
+    if facts["tokenizer"].get(DATED) and not changed:
+        why += " (the chat template writes today's date: freeze it in a copy, given with --chat_template, in a new run)"
     line = f"{' and '.join(rows)} are not those of {name}{why}"
     if ("train rows" in rows or _evaluation_decides(run)) and run.value("resume_changed") != "allow":
         others = ": files, or flags that choose, cut or clean them, have changed. Give the original ones,"

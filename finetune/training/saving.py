@@ -16,8 +16,8 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_N
 from transformers.trainer_utils import HubStrategy
 
 from finetune.errors import RequestError
-from finetune.models.adapters import labels_of
-from finetune.run.files import LABELS, STATE_FILE
+from finetune.models.adapters import ends_of, labels_of
+from finetune.run.files import GENERATION_CONFIG, LABELS, STATE_FILE
 from finetune.training.checkpoints.final import best_to_load, open_final, save_final
 from finetune.training.checkpoints.writing import outer_of
 from finetune.training.expert_parallel import whole_shapes
@@ -61,9 +61,13 @@ class SavingMixin(AnyTrainer):
         if self.args.should_save and (folder / TRAINING_ARGS_NAME).is_file():
             write_arguments(folder, self.args)
         if self.args.should_save:
-            labels = labels_of(self.accelerator.unwrap_model(self.model))
+            model = self.accelerator.unwrap_model(self.model)
+            labels = labels_of(model)
             if labels is not None:
                 write_json(folder / LABELS, labels)
+            ends = ends_of(model)
+            if ends is not None:
+                write_json(folder / GENERATION_CONFIG, {"eos_token_id": ends})
             self.write_beside(folder)
 
     def write_beside(self, folder: Path) -> None:

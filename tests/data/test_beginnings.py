@@ -180,3 +180,14 @@ def test_a_checkpoint_that_was_trained_without_the_bos_is_refused_or_said(capsys
     flags["resume_changed"] = "allow"
     assert same_run._compare(run, of_before, of_before.before, now) == {"train rows": ("b", "a")}
     assert "from step 6 on the train rows are not those of checkpoint-5 (each document now" in capsys.readouterr().out
+
+
+def test_a_date_in_the_chat_template_is_named_as_the_cause() -> None:
+    facts: dict[str, Any] = {"model": {}, "engine": {same_run.ARITHMETIC: {}}, "base": {}, "teacher": {}, "mixture": {}}
+    now = {**facts, "rows": {"train": "a"}, "files": {}, "tokenizer": {"hash": "t", same_run.DATED: True}}
+    before = {**now, "rows": {"train": "b"}}
+    course = Course("r", {}, "checkpoint-5", 5, Identity("r", {}, before, {}, ()))
+    assert course.before is not None
+    run: Any = SimpleNamespace(value={"resume_changed": "refuse"}.get)
+    with pytest.raises(RequestError, match="the chat template writes today's date: freeze it"):
+        same_run._compare(run, course, course.before, now)

@@ -197,6 +197,11 @@ def test_thoughts_are_kept_as_the_template_writes_them_or_stripped(in_content: b
         assert "unthought" in said_of(tokenizer_of("deepseek_r1"), turns)
 
 
+def test_a_thought_that_was_cut_off_is_stripped_too() -> None:
+    turns = [*TURNS[:-1], {"role": "assistant", "content": "<think>\nEasy, since"}]
+    assert learnt(tokenizer_of("qwen2_5"), turns, reasoning="strip") == "Four.<|im_end|>"
+
+
 def test_tools_and_calls_reach_the_template_however_a_table_holds_them() -> None:
     made = tokenizer_of("qwen2_5")
     wanted = (
@@ -271,11 +276,11 @@ def test_a_conversation_that_the_template_refuses_is_quoted() -> None:
         conversation(tokenizer(template), TURNS)
 
 
-def test_a_turn_without_words_is_for_the_template_to_know() -> None:
-    turns = [{"role": "user", "content": None}]
-    assert conversation(tokenizer("{% for m in messages %}[{{ m['role'] }}]{% endfor %}"), turns)
-    with pytest.raises(RequestError, match="rejects a conversation"):
-        conversation(tokenizer(), turns)
+@pytest.mark.parametrize("name", ["qwen2_5", "mistral_v3", None])
+def test_a_content_of_null_is_an_empty_text_under_every_template(name: str | None) -> None:
+    made = tokenizer_of(name) if name else tokenizer()
+    null, empty = ([{"role": "user", "content": one}, {"role": "assistant", "content": "Yes."}] for one in (None, ""))
+    assert conversation(made, null) == conversation(made, empty)
 
 
 @pytest.mark.parametrize("name", shipped())
@@ -313,3 +318,12 @@ def test_a_completion_is_learnt_with_the_end_of_text() -> None:
     assert made.decode([i for i, one in zip(ids, used, strict=True) if one]) == f" Four.{END_OF_TEXT}"
     assert made.decode(ids) == f"Two and two? Four.{END_OF_TEXT}"
     assert all(completion(made, "Two and two?", " Four.", [], Learning("all")).learnt)
+    assert completion(made, "Two and two?", f" Four.{END_OF_TEXT}", []) == completion(
+        made, "Two and two?", " Four.", []
+    )
+
+
+@pytest.mark.parametrize("blank", ["", " \n"])
+def test_a_blank_completion_is_not_learnt(blank: str) -> None:
+    assert not any(completion(tokenizer(), "Two and two?", blank, []).learnt)
+    assert all(completion(tokenizer(), "Two and two?", blank, [], Learning("all")).learnt)

@@ -157,11 +157,13 @@ def test_what_is_not_clear_or_would_be_learnt_wrongly_is_refused_with_a_mend(row
         format_of(row)
 
 
-def prepared(path: Path, block_size: int = 64, **flags: Any) -> Any:
+def prepared(path: Path, block_size: int = 64, template: str | None = None, **flags: Any) -> Any:
+    tokenizer = train_text_tokenizer("byte", [], 0, 64, with_end=True)
+    tokenizer.chat_template = template
     return prepare_corpus(
         CorpusArguments(train_file=str(path), **flags),
         BlockArguments(packing="none"),
-        train_text_tokenizer("byte", [], 0, 64, with_end=True),
+        tokenizer,
         block_size=block_size,
         seed=1,
         launch=Launch(),
@@ -198,6 +200,15 @@ def test_of_a_conversation_that_is_a_prompt_only_the_completion_is_learnt(tmp_pa
     rows = [{"prompt": [USER, MODEL, AGAIN[0]], "completion": [AGAIN[1]]}] * 4
     data = prepared(write(tmp_path / "a.jsonl", rows), block_size=200)
     assert set(learnt(data)) == {f"Seven.{data.tokenizer.eos_token}"}
+
+
+def test_blank_completions_and_a_template_that_is_not_used_are_said(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}?", "completion": " " if i < 3 else f"{i}."} for i in range(8)]
+    data = prepared(write(tmp_path / "a.jsonl", rows), template="{{ messages }}")
+    told = data.account.describe()
+    assert "3 of 8 completions are blank, and not trained on: fill them, or remove the rows" in told
+    assert "prompts and completions are trained as plain text, without it (--column_mapping completion=response" in told
+    assert all(text.endswith(f".{data.tokenizer.eos_token}") for text in learnt(data))
 
 
 @pytest.mark.parametrize(
@@ -240,6 +251,15 @@ def test_the_documentation_has_every_format() -> None:
     for name, needed, _ in FORMATS:
         assert name in DOCS
         assert all(f"`{column}`" in DOCS or "/" in name for column in needed)
+
+
+def test_a_renamed_column_that_no_file_has_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [{"text": "x y"}])
+    write(tmp_path / "b.jsonl", [{"body": "y z"}])
+    files: dict[str, Any] = {"train_file": [str(tmp_path / "a.jsonl")], "validation_file": str(tmp_path / "b.jsonl")}
+    assert open_corpora(CorpusArguments(**files, column_mapping=["body=text"]), seed=1)
+    with pytest.raises(RequestError, match=r"bode=text: the data has no column 'bode'; it has text\."):
+        open_corpora(CorpusArguments(train_file=files["train_file"], column_mapping=["bode=text"]), seed=1)
 
 
 @pytest.mark.parametrize(

@@ -175,8 +175,8 @@ def _learnt(offsets: list[tuple[int, int]], spans: list[Span]) -> list[bool]:
 def completion(
     tokenizer: Any, prompt: str, answer: str, beginning: list[int], learning: Learning | None = None
 ) -> Encoded:
-    """A prompt and its completion; the completion and the end of text are trained on. `beginning` is what the tokenizer
-    puts before every text (`data.tokenizer.beginning_of`). Raises RequestError."""
+    """A prompt and its completion; the completion and the end of text are trained on, unless the completion is blank.
+    `beginning` is what the tokenizer puts before every text (`data.tokenizer.beginning_of`). Raises RequestError."""
     if not isinstance(prompt, str) or not isinstance(answer, str):
         shown = repr([prompt, answer])[:QUOTED_CHARACTERS]
         raise RequestError(
@@ -185,7 +185,8 @@ def completion(
     first = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
     first = begun(first, beginning)
     second = tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"]
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    end = [tokenizer.eos_token_id]
+    end = [] if end[0] is None or second[-1:] == end else end
     learns_all = learning is not None and learning.train_on == "all"
-    learnt = [learns_all] * len(first) + [True] * (len(second) + len(end))
+    learnt = [learns_all] * len(first) + [learns_all or bool(answer.strip())] * (len(second) + len(end))
     return Encoded([*first, *second, *end], learnt, [])

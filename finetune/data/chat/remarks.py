@@ -93,7 +93,7 @@ SHOWN_TOKENS = 10
 
 def turn_ends(tokens: Tokens, tokenizer: Any) -> list[int]:
     """The special tokens that end the trained part of conversations, the most common first."""
-    found, counts = np.unique(tokens.ids[_last_learnt(tokens)], return_counts=True)
+    found, counts = np.unique(tokens.ids[_last_learnt(tokens, tokenizer)], return_counts=True)
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
     ends = [(n, i) for i, n in zip(found.tolist(), counts.tolist(), strict=True) if n >= LEAST_SHARE * counts.sum()]
@@ -102,7 +102,7 @@ def turn_ends(tokens: Tokens, tokenizer: Any) -> list[int]:
 
 def note_of_ends(tokens: Tokens, tokenizer: Any) -> str:
     """A warning for the case that no special token ends the assistant's turns."""
-    last = int(_last_learnt(tokens).tolist()[0])
+    last = int(_last_learnt(tokens, tokenizer).tolist()[0])
     shown = tokenizer.decode(tokens.ids[max(0, last + 1 - SHOWN_TOKENS) : last + 1].tolist())
     return (
         f"the assistant's turns end in {shown!r}, which is not a special token: generation does not stop there by "
@@ -110,9 +110,12 @@ def note_of_ends(tokens: Tokens, tokenizer: Any) -> str:
     )
 
 
-def _last_learnt(tokens: Tokens) -> npt.NDArray[np.int64]:
+def _last_learnt(tokens: Tokens, tokenizer: Any) -> npt.NDArray[np.int64]:
+    """Where the trained part of conversations ends, before a blank that the template trains as well, as SmolLM3's."""
     assert tokens.learnt is not None
     starts = tokens.starts[: LOOKED_AT + 1]
     learnt: npt.NDArray[np.int64] = np.flatnonzero(tokens.learnt[: starts[-1]])
     after: npt.NDArray[np.int64] = np.searchsorted(learnt, starts[1:])
-    return np.unique(learnt[after[after > 0] - 1])
+    last: npt.NDArray[np.int64] = np.unique(learnt[after[after > 0] - 1])
+    blank = [one for one in np.unique(tokens.ids[last]).tolist() if not tokenizer.decode([one]).strip()]
+    return last - (np.isin(tokens.ids[last], blank) & (last > 0) & tokens.learnt[last - 1])

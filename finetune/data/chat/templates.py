@@ -24,6 +24,7 @@ DEFAULT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
+UNTEMPLATED = "the model has a chat template, but {rows} are trained as plain text, without it ({mend} trains with it)"
 INVENTED = (
     "the tokenizer has no chat template, so turns are marked in words: <|user|> and <|assistant|> before them and "
     "{end} after the assistant's (--chat_template sets another)"

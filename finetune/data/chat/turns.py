@@ -13,7 +13,7 @@ RULERS = ("system", "developer")
 TOOLS = ("tool", "function", "ipython")  # whose turns are results of calls
 ROLES = (*RULERS, "user", ASSISTANT, *TOOLS)
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # as transformers reads them (utils/chat_template_utils.py)
-CLOSES_THOUGHT = "</think>"
+OPENS_THOUGHT, CLOSES_THOUGHT = "<think>", "</think>"
 
 Turn = dict[str, Any]
 
@@ -69,8 +69,7 @@ def _turn(turn: Turn, strips: bool) -> Turn:
         raise RequestError(f"`weight` of a turn must be 0 (context only) or 1, but one is {quoted(turn)}.")
     if not turn.get("tool_calls"):
         turn.pop("tool_calls", None)  # tables have empty lists here if other rows have calls
-        if turn["role"] == ASSISTANT:
-            turn.setdefault("content", "")  # it was null, which templates cannot write
+        turn.setdefault("content", "")  # it was null, which not every template can write
     elif not isinstance(turn["tool_calls"], list) or not all(isinstance(one, dict) for one in turn["tool_calls"]):
         raise RequestError(f"`tool_calls` must be a list of calls with `function`, but one is {quoted(turn)}.")
     for call in turn.get("tool_calls", []):
@@ -88,6 +87,8 @@ def _turn(turn: Turn, strips: bool) -> Turn:
         turn = {name: value for name, value in turn.items() if name not in THOUGHTS}
         if CLOSES_THOUGHT in turn.get("content", ""):
             turn["content"] = turn["content"].rpartition(CLOSES_THOUGHT)[2].lstrip()  # as templates do
+        elif OPENS_THOUGHT in turn.get("content", ""):  # cut off, so no answer follows
+            turn["content"] = turn["content"].partition(OPENS_THOUGHT)[0]
     return turn
 
 
