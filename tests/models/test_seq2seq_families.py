@@ -85,6 +85,6 @@ def test_a_tokenizer_whose_package_is_missing_says_what_to_install(tmp_path: Pat
             "\nMarianTokenizer requires the SentencePiece library but it was not found in your environment. See"
         )
 
-    monkeypatch.setattr("finetune.models.seq2seq.AutoTokenizer.from_pretrained", lacks)
+    monkeypatch.setattr("finetune.models.source.AutoTokenizer.from_pretrained", lacks)
     with pytest.raises(RequestError, match=r"requires the SentencePiece library.*environment\. Install it; the extra"):
         opened(tmp_path)
