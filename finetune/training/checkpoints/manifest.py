@@ -12,6 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -168,15 +169,16 @@ def record_of(path: Path, to_disk: bool = False) -> FileRecord:
     """Size and hash of the bytes that are read, whatever stat reports. With `to_disk`, the file is also flushed."""
     digest, size = xxhash.xxh3_128(), 0
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-    with open(handle, "rb", buffering=0) as file:
+    with open(handle, "rb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
         if is_hollow(handle):
             raise OSError(errno.EFBIG, "nearly all of it is a hole (sparse file)")
+        flushed = pool.submit(os.fsync, handle) if to_disk else None  # the disk writes while the hash is computed
         block = memoryview(bytearray(BLOCK_BYTES))
         while count := file.readinto(block):
             digest.update(block[:count])
             size += count
-        if to_disk:
-            os.fsync(handle)
+        if flushed is not None:
+            flushed.result()
     return FileRecord(size, digest.hexdigest())
 
 
