@@ -1,5 +1,5 @@
 r"""Resuming with another number of ranks, ZeRO stage or engine: how far losses and gradient norms are from those of the
-uninterrupted run, what the conversion costs, and what the stock Trainer and DeepSpeed do in the same situation.
+uninterrupted run, what the move costs, and what the stock Trainer and DeepSpeed do in the same situation.
 
     python benchmarks/reshard.py --folder runs/reshard
     python benchmarks/reshard.py --folder runs/reshard --parts uncut one      # some parts; keeps existing runs
@@ -51,9 +51,9 @@ TINY = {
     "max_train_samples": 60,
     "per_device_train_batch_size": MICRO_BATCH,
 }
-ENGINES = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "none", "pipe2")
+ENGINES = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "none", "fsdp", "pipe2")
 HALF = ("zero0", "zero2", "zero3", "none")
-WORDS = {"none": "no DeepSpeed", "pipe1": "pipeline, 1 stage", "pipe2": "pipeline, 2 stages"}
+WORDS = {"none": "no DeepSpeed", "fsdp": "FSDP", "pipe1": "pipeline, 1 stage", "pipe2": "pipeline, 2 stages"}
 # For each move: the source's ranks and engine, the ranks and engine that resume, and the precision.
 ONE = [(2, of, 1, to, "fp32") for of in ENGINES for to in ("zero0", "zero1", "zero3", "none")] + [
     *((2, of, 1, "zero2_offload", "fp32") for of in ("zero2", "zero3_offload", "none")),
@@ -62,6 +62,7 @@ ONE = [(2, of, 1, to, "fp32") for of in ENGINES for to in ("zero0", "zero1", "ze
 TWO = [
     *((2, of, 2, to, "fp32") for of, to in (("zero1", "zero3"), ("zero3", "zero1"), ("zero2", "zero3"))),
     *((2, of, 2, to, "fp32") for of, to in (("none", "zero3"), ("zero3", "none"), ("pipe2", "zero2"))),
+    *((2, of, 2, "fsdp", "fp32") for of in ("zero3", "none", "pipe2")),
     (2, "zero2", 2, "zero2_offload", "fp32"),
     *((1, of, 2, to, "fp32") for of, to in (("zero1", "zero1"), ("zero3", "zero3"), ("zero3", "zero2"))),
     *((2, of, 2, to, "bf16") for of in HALF for to in HALF if of != to),
@@ -72,7 +73,7 @@ STOCK_ABOUT = """
 The same moves with a two-layer GPT-2 and the stock stack (`benchmarks/stock_reshard.py`): resumed directly, and through
 `deepspeed.checkpoint.ds_to_universal` and `load_universal`.
 """
-UNMOVED = "as it stands"  # the seconds, in the data, of a checkpoint that needs no conversion
+UNMOVED = "as it stands"  # the seconds, in the data, of a checkpoint that the engine loads itself
 STOCK = [(1, 1), (1, 2), (1, 3), (3, 1), (3, 2), (3, 3)]  # ZeRO stages
 
 
@@ -88,7 +89,10 @@ def words(folder: Path, ranks: int, engine: str, precision: str, more: dict[str,
     """The recipe and its flags. A resumed run leaves the accumulation to the toolkit."""
     stages = int(engine.removeprefix("pipe")) if engine.startswith("pipe") else 0
     values = {**TINY, "output_dir": folder, "bf16": precision == "bf16"}
-    values |= {"pipeline_parallel_size": stages} if stages else {"deepspeed": engine}
+    if stages or engine == "fsdp":
+        values |= {"pipeline_parallel_size": stages} if stages else {"fsdp": True}
+    else:
+        values["deepspeed"] = engine
     if "resume" not in more:
         values["gradient_accumulation_steps"] = GLOBAL_BATCH * max(1, stages) // (MICRO_BATCH * ranks)
     flags = [word for key, value in (values | more).items() for word in (f"--{key}", str(value))]
@@ -183,30 +187,32 @@ def stock(folder: Path) -> None:
     (folder / "stock.jsonl").write_text("\n".join(found) + "\n", encoding="utf-8")
 
 
-MOVE = """
+READ = """
 import sys, resource, time
 from pathlib import Path
-from finetune.training.reshard.sharding import Sharding, sharding_of
-from finetune.training.reshard.move import Mover
 from finetune.training.reshard.one_file import Names
-place, folder = map(Path, sys.argv[1:3])
-mover = Mover(place, folder, Sharding("deepspeed", 1, 1), 0)
+from finetune.training.reshard.portable import WEIGHT
+from finetune.training.reshard.reading import read_any
+from finetune.training.reshard.sharding import sharding_of
+place = Path(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 start = time.monotonic()
-portable = mover.move(sharding_of(place), Names((), {}))
+portable = read_any(place, sharding_of(place), Names((), {}))
+for name in portable.shapes:
+    for key in (WEIGHT, *portable.keys):
+        portable.read(name, key)
 print("figures", time.monotonic() - start, portable.bytes, before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-mover.clear()
 """
 
 
 def size(folder: Path) -> None:
-    """Seconds and memory of converting a larger model, and those of DeepSpeed's converter."""
+    """Seconds and memory of reading a larger model by name, and those of DeepSpeed's converter."""
     place = folder / "large" / "checkpoint-1"
     if not place.is_dir():
         more = {"config_overrides": LARGE, "max_steps": 1, "save_steps": 1, "gradient_accumulation_steps": 1}
         launch(2, [words(folder / "large", 2, "zero3", "fp32", more)])
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPO)}
-    command = [sys.executable, "-c", MOVE, str(place), str(folder)]
+    command = [sys.executable, "-c", READ, str(place)]
     done = subprocess.run(command, env=env, cwd=REPO, capture_output=True, text=True, check=True)
     figures = re.findall(r"^figures (.*)$", done.stdout, re.MULTILINE)[0].split()
     ours = {"seconds": float(figures[0]), "bytes": int(figures[1]), "mib_before": int(figures[2]) / 1024}
@@ -224,7 +230,7 @@ def size(folder: Path) -> None:
 
 
 def cost_of(place: Path) -> str:
-    """The seconds of a conversion, from the run's log."""
+    """The seconds of a move, from the run's log."""
     log = place.with_suffix(".log")
     found = re.search(r"resume: moved in ([\d.]+) s", log.read_text(encoding="utf-8")) if log.is_file() else None
     return found[1] if found else UNMOVED
@@ -310,13 +316,13 @@ bf16 rounding: {"; ".join(noises)}.
     lines = [
         "# Resuming in another layout: measurements",
         about,
-        "Layouts are given as ranks x engine. A checkpoint that is loaded as it is needs no conversion.",
+        "Layouts are given as ranks x engine. What the engine loads itself is not moved.",
         "",
-        "| written by | resumed by | precision | deviation in loss | deviation in gradient norm | seconds to convert |",
+        "| written by | resumed by | precision | deviation in loss | deviation in gradient norm | seconds to load |",
         "|---|---|---|---|---|---|",
     ]
     for move in found["moves"]:
-        seconds = "loaded as it is" if move["seconds"] == UNMOVED else move["seconds"]
+        seconds = "by the engine" if move["seconds"] == UNMOVED else move["seconds"]
         deviations = "failed | " if move["apart"] is None else "{:.1e} | {:.1e}".format(*move["apart"])
         lines.append(f"| {move['of']} | {move['to']} | {move['precision']} | {deviations} | {seconds} |")
     if "stock" in found:
@@ -327,17 +333,17 @@ bf16 rounding: {"; ".join(noises)}.
         ]
         lines += ["|---|---|---|---|", *(f"| {' | '.join(row.values())} |" for row in found["stock"])]
     if "size" in found:
-        lines += ["\n## Cost of a larger conversion", size_about(**found["size"])]
+        lines += ["\n## Cost of a larger move", size_about(**found["size"])]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def size_about(ours: dict[str, float], theirs: dict[str, float]) -> str:
     more = ours["mib_peak"] - ours["mib_before"]
     return f"""
-A single conversion of {ours["bytes"] / 2**20:,.0f} MiB of weights and states (ZeRO-3 on two ranks to ZeRO-1) took
+To read {ours["bytes"] / 2**20:,.0f} MiB of weights and states by name (ZeRO-3 on two ranks) took one process
 {ours["seconds"]:.1f} s, and {more:,.0f} MiB of memory above the {ours["mib_before"]:,.0f} MiB of the imports, including
-mapped files. `ds_to_universal` with one worker took {theirs["seconds"]:.1f} s, including imports, and
-{theirs["mib_peak"]:,.0f} MiB.
+mapped files. `ds_to_universal`, which writes them anew, took {theirs["seconds"]:.1f} s with one worker, including
+imports, and {theirs["mib_peak"]:,.0f} MiB.
 """
 
 

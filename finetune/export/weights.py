@@ -15,14 +15,12 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch.distributed.checkpoint import FileSystemReader, load
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from finetune.errors import RequestError, first_line
 from finetune.safe_read import read_json_object
-from finetune.safe_read.checkpoint_files import refuse_unsafe
 from finetune.safe_read.files import open_plain
 from finetune.safe_read.pickles import load_checked
+from finetune.training.reshard.fsdp_shards import MODEL_PREFIX, find_sharded
 from finetune.training.reshard.portable import WEIGHT, load_pickle
 from finetune.training.reshard.zero_shards import experts_over, model_file, read_zero, shard_files
 
@@ -30,7 +28,6 @@ DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-PREFIX = "model."  # accelerate adds it to FSDP's names (accelerate 1.15, utils/fsdp_utils.py, save_fsdp_model)
 SWAPPED = "offloaded_tensors"
 WEIGHTS_ARE_SHARDED = 3  # the ZeRO stage
 
@@ -104,21 +101,9 @@ def read_pickles(folder: Path, pattern: str) -> dict[str, Weight]:
 
 
 def read_sharded(folder: Path) -> dict[str, Weight]:
-    """The weights in FSDP's sharded format (torch.distributed.checkpoint), read by one process. Raises RequestError if
-    the folder's pickles are unsafe."""
-
-    def read(name: str, kind: TensorStorageMetadata) -> torch.Tensor:
-        state = {name: torch.empty(kind.size, dtype=kind.properties.dtype)}
-        load(state, storage_reader=FileSystemReader(folder), no_dist=True)
-        return state[name]
-
-    refuse_unsafe(folder / ".metadata")
-    kinds = FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {
-        name.removeprefix(PREFIX): Weight(tuple(kind.size), kind.properties.dtype, partial(read, name, kind))
-        for name, kind in kinds.items()
-        if isinstance(kind, TensorStorageMetadata) and not name.startswith("optim.")
-    }
+    """The weights in FSDP's sharded format. Raises RequestError if the folder's pickles are unsafe."""
+    found = find_sharded(folder, MODEL_PREFIX)
+    return {name: Weight(tuple(one.shape), one.dtype, one.read) for name, one in found.items()}
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,6 @@ class GoOn(TrainerCallback):
         state.num_train_epochs = trainer.epochs
         state.compute_steps(args, trainer.max_steps)  # the checkpoint's values have overwritten these
         if trainer.reshard:
-            trainer.reshard.mend()
             trainer.own_settings.put_back(trainer.optimizer, trainer.lr_scheduler)
             if state.is_world_process_zero:
                 trainer.saves.go_on()

@@ -108,9 +108,19 @@ class SavingMixin(AnyTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Like the Trainer's, which matches weights by name and only warns about missing ones. Raises RequestError for
         these."""
+        if self.reshard and self.reshard.moves:
+            return
         if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             refuse_other_names(Path(resume_from_checkpoint), self.accelerator.unwrap_model(self.model))
         super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        """Like the Trainer's, but a checkpoint of another layout is loaded weight by weight."""
+        if not (self.reshard and self.reshard.moves):
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        self.reshard.load()
+        return prepared
 
     def _get_output_dir(self, trial: Any) -> str:
         """Where the Trainer may write and delete checkpoints: a folder with only the one being written, so that our

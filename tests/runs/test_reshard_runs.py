@@ -58,7 +58,10 @@ class Plan:
         values: dict[str, Any] = dict(TINY)
         stages = int(self.engine.removeprefix("pipe")) if self.engine.startswith("pipe") else 0
         recipe = "recipes/causal_lm_pipeline.py" if stages else "recipes/causal_lm.py"
-        values |= {"pipeline_parallel_size": stages} if stages else {"deepspeed": self.engine}
+        if stages or self.engine == "fsdp":
+            values |= {"pipeline_parallel_size": stages} if stages else {"fsdp": True}
+        else:
+            values["deepspeed"] = self.engine
         if self.source is None:
             values["gradient_accumulation_steps"] = GLOBAL_BATCH * max(1, stages) // (MICRO_BATCH * ranks)
         else:
@@ -88,7 +91,7 @@ def assert_moved(run: Finished, source: str) -> None:
 @pytest.fixture(scope="module")
 def uncut(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     folder = tmp_path_factory.mktemp("uncut")
-    return run_all(2, [Plan(folder / name, name) for name in ("zero3", "none", "pipe2")])
+    return run_all(2, [Plan(folder / name, name) for name in ("zero3", "none", "pipe2", "fsdp")])
 
 
 def first(run: Finished) -> Path:
@@ -105,11 +108,12 @@ def on_one(uncut: dict[str, Finished], tmp_path_factory: pytest.TempPathFactory)
         "cpu": ("zero3", "zero2_offload"),  # whose decay must be AdamW's
         "off": ("pipe2", "zero2"),
         "on": ("zero3", "pipe1"),
+        "sharded": ("fsdp", "zero1"),
     }
     return run_all(1, [Plan(folder / name, to, first(uncut[of])) for name, (of, to) in moves.items()])
 
 
-@pytest.mark.parametrize("name", ["3to1", "ddp", "cpu", "off", "on"])
+@pytest.mark.parametrize("name", ["3to1", "ddp", "cpu", "off", "on", "sharded"])
 def test_a_run_of_two_ranks_goes_on_alone_by_another_engine_as_if_not_cut(
     name: str, uncut: dict[str, Finished], on_one: dict[str, Finished]
 ) -> None:
@@ -126,6 +130,29 @@ def test_and_goes_back_to_two_ranks(uncut: dict[str, Finished], on_one: dict[str
     run = run_all(2, [Plan(tmp_path / "back", "zero2", source)])["back"]
     assert deviation(run, uncut["zero3"], SECOND) < SAME
     assert_moved(run, source.name)
+
+
+@pytest.mark.parametrize("source", ["zero3", "pipe2"])
+def test_fsdp_goes_on_from_another_engine_as_if_not_cut(
+    source: str, uncut: dict[str, Finished], tmp_path: Path
+) -> None:
+    run = run_all(2, [Plan(tmp_path / "fsdp", "fsdp", first(uncut[source]))])["fsdp"]
+    assert deviation(run, uncut["zero3"], FIRST) < SAME
+    assert_moved(run, f"checkpoint-{FIRST}")
+
+
+def test_an_adapter_goes_on_by_another_engine_as_if_not_cut(uncut: dict[str, Finished], tmp_path: Path) -> None:
+    """From ZeRO-3 to a single process, and from DDP to ZeRO-2; the head is trained in full."""
+    lora = (
+        *(("use_peft", True), ("lora_r", 4), ("model_name_or_path", uncut["none"].folder)),
+        *(("lora_modules_to_save", ["lm_head", "tokens"]), ("lora_target_modules", ["qkv"])),
+        *(("config_overrides", None), ("learning_rate", 1e-2)),
+    )
+    truth = run_all(2, [Plan(tmp_path / name, name, None, lora) for name in ("zero3", "none")])
+    for source, to in (("zero3", "none"), ("none", "zero2")):
+        run = run_all(1, [Plan(tmp_path / f"{source}-{to}", to, first(truth[source]), lora)])[f"{source}-{to}"]
+        assert deviation(run, truth[source], FIRST) < SAME
+        assert_moved(run, f"checkpoint-{FIRST}")
 
 
 ENGINES = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "none", "pipe2")

@@ -27,7 +27,7 @@ from finetune.training.pipeline.checkpoint import Checkpoints
 from finetune.training.pipeline.costs import LayerCost, _look, measure_layers
 from finetune.training.pipeline.engine import UNUSED, _optimizer
 from finetune.training.pipeline.evaluation import StageLoss, note_best
-from finetune.training.pipeline.files import FlatStates, file_name, find_tensors, read_tensor
+from finetune.training.pipeline.files import FlatStates, file_name, find_tensors, read_tensor, saved_states
 from finetune.training.pipeline.partition import describe
 from finetune.training.pipeline.stages import Cut, MemoryRule, check_cut, cut, owned
 from finetune.training.pipeline.trace import _numbered, _without_gaps, measured, plan_from
@@ -298,7 +298,7 @@ def test_states_are_found_by_name_in_however_many_files_and_filled_up(
         adam = torch.optim.AdamW([{"params": [flat]} for flat in flats])
         states = FlatStates(adam, named, None)
         assert states.steps() is None
-        states.fill(tmp_path, 7.0)
+        states.fill(*saved_states(tmp_path), 7.0)
         assert states.steps() == 7.0
         halves[rank] = [adam.state[flat]["exp_avg"] for flat in flats]
     assert torch.cat([halves[0][0], halves[1][0]]).tolist() == [0, 1, 2, 3, 4, 5, 10, 11, 12, 13, 14, 0]

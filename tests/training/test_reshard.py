@@ -4,6 +4,7 @@ global batch, what is refused, and what is left behind."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +21,12 @@ from finetune.run.run import Run
 from finetune.run.supervised import tell
 from finetune.training.checkpoints.manifest import Manifest, Spread, files_of, write_manifest
 from finetune.training.checkpoints.tag import newest_tag
-from finetune.training.reshard import move
+from finetune.training.reshard import loading
 from finetune.training.reshard.batch import keep_global_batch, refuse_other_batch
-from finetune.training.reshard.move import PREFIX, Mover
-from finetune.training.reshard.one_file import Names, read_plain
-from finetune.training.reshard.portable import Group, Portable
-from finetune.training.reshard.resuming import mend_optimizer, put_buffers
+from finetune.training.reshard.links import PREFIX, Links
+from finetune.training.reshard.loading import load_everything, load_weights, settle_optimizer
+from finetune.training.reshard.one_file import Names
+from finetune.training.reshard.portable import Group, Portable, settings_of
 from finetune.training.reshard.sharding import Sharding, can_load_as_it_stands, sharding_of
 from finetune.training.reshard.zero_shards import read_zero
 
@@ -192,120 +193,121 @@ def write_own_manifest(place: Path, batch: int, layout: Spread) -> None:
     write_manifest(place, Manifest(7, 0.5, "2026-01-01T00:00:00Z", batch, layout, {}, {}))
 
 
-def test_moving_leaves_the_checkpoint_as_it_is_and_the_folder_goes_when_it_is_done(tmp_path: Path) -> None:
+def test_links_leave_the_checkpoint_as_it_is_and_go_when_it_is_done(tmp_path: Path) -> None:
     place = checkpoint(tmp_path, 3, 2)
     before = files_of(place)
     leftover = tmp_path / (PREFIX + "checkpoint-3")
     leftover.mkdir()
-    mover = Mover(place, tmp_path, Sharding("deepspeed", 1, 1), 0)
-    mover.move(sharding_of(place), NAMES)
+    links = Links(place, tmp_path, 1)
+    links.make(random_states=True)
     assert not leftover.exists()
-    assert mover.folder.name.startswith("unfinished-")
-    universal = mover.folder / "global_step7_universal"
-    assert (mover.folder / "latest_universal").read_text() == universal.name
-    for key, tensors in whole_tensors().items():
-        for name, tensor in tensors.items():
-            assert torch.equal(torch.load(universal / "zero" / name / f"{key}.pt")["param"], tensor)
-    assert {float(torch.load(path)) for path in universal.glob("zero/*/step.pt")} == {STEPS}
-    assert torch.load(mover.folder / "rng_state.pth") == {"rank": 0}
-    assert (mover.folder / "trainer_state.json").is_symlink()
-    assert not (mover.folder / "manifest.json").exists()  # nobody takes it for a checkpoint
-    mover.clear()
+    assert links.folder.name.startswith("unfinished-")
+    assert torch.load(links.folder / "rng_state.pth") == {"rank": 0}
+    assert sorted(path.name for path in links.folder.iterdir()) == [
+        "global_step7", "latest", "manifest.json", "rng_state.pth", "trainer_state.json",
+    ]  # fmt: skip
+    assert all(path.is_symlink() for path in links.folder.iterdir())
+    links.clear()
     assert files_of(place) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-7"]
-
-
-def test_a_move_that_takes_long_says_how_far_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = checkpoint(tmp_path, 2, 1)
-    monkeypatch.setattr(move, "TELL_SECONDS", -1.0)
-    Mover(place, tmp_path, Sharding("deepspeed", 1, 3), 0).move(sharding_of(place), NAMES)
-    begins, *told, ends = capsys.readouterr().out.splitlines()
-    assert begins.startswith(
-        "resume: checkpoint-7 was written by 1 rank with ZeRO-2, this run has 1 rank with ZeRO-3: "
-    )
-    assert begins.endswith("moving 4 weights with their optimizer states (0.0 MiB)")
-    assert told == [f"resume: {done} of 4 weights moved, on each rank" for done in (1, 2, 3, 4)]
-    assert ends.startswith("resume: moved in ")
 
 
 @pytest.mark.parametrize(
     ("error", "said"),
     [(OSError(28, "No space left on device"), r"written \(No space left on device\)"), (OSError("odd"), r"\(odd\)")],
 )
-def test_what_a_disk_answers_is_said_in_its_words(error: OSError, said: str, tmp_path: Path) -> None:
-    def fails() -> None:
+def test_what_a_disk_answers_is_said_in_its_words(
+    error: OSError, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Path, target: Path) -> None:
         raise error
 
-    mover = Mover(checkpoint(tmp_path, 2, 1), tmp_path, Sharding("deepspeed", 1, 3), 0)
+    monkeypatch.setattr(Path, "symlink_to", fails)
+    links = Links(checkpoint(tmp_path, 2, 1), tmp_path, 1)
     with pytest.raises(RunError, match=said):
-        mover._together(fails)
+        links.make(random_states=True)
+    assert not links.folder.exists()
 
 
-def test_statistics_that_are_no_weights_are_put_back() -> None:
-    model = torch.nn.BatchNorm1d(2)
-    portable: Any = SimpleNamespace(buffers={"running_mean": torch.tensor([1.0, 2.0])})
-    put_buffers(SimpleNamespace(model=model), portable)
-    assert model.running_mean is not None
-    assert model.running_mean.tolist() == [1.0, 2.0]
+class Plain(torch.nn.Module):
+    """With the weights of SHAPES, and batch norm's buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = torch.nn.Module(), torch.nn.Module(), torch.nn.BatchNorm1d(2, affine=False)
+        for name, shape in [pair for group in SHAPES for pair in group.items()]:
+            part, _, last = name.partition(".")
+            getattr(self, part).register_parameter(last, torch.nn.Parameter(torch.ones(shape)))
 
 
-def test_states_go_to_the_trainers_own_form_and_come_back(tmp_path: Path) -> None:
-    place = checkpoint(tmp_path, 2, 3)
-    mover = Mover(place, tmp_path, Sharding("ddp", 1), 0)
-    mover.move(sharding_of(place), NAMES)
-    assert sharding_of(mover.folder) == Sharding("ddp", 1)
-    assert_whole(read_plain(mover.folder, NAMES))
+def plain_trainer() -> Any:
+    """With one more group, which has no weights."""
+    model = Plain()
+    named = dict(model.named_parameters())
+    groups = [{"params": [named[name] for name in names], "lr": 1.0, "weight_decay": 0.5} for names in (*SHAPES, ())]
+    optimizer = SimpleNamespace(optimizer=torch.optim.AdamW(groups))
+    return SimpleNamespace(is_deepspeed_enabled=False, model=model, optimizer=optimizer)
 
 
-def test_states_of_another_model_are_refused_with_the_sizes_of_both(tmp_path: Path) -> None:
-    place = checkpoint(tmp_path, 2, 1)
-    mover = Mover(place, tmp_path, Sharding("ddp", 1), 0)
-    mover.move(sharding_of(place), NAMES)
-    smaller = Names((Group(("a.weight",), {}), Group(("a.bias",), {})), {})
-    with pytest.raises(RequestError, match=r"\[2, 2\] weights .* this model has \[1, 1\]"):
-        read_plain(mover.folder, smaller)
+def portable(**changes: Any) -> Portable:
+    tensors = whole_tensors()
+    groups = tuple(Group(tuple(names), settings_of(one)) for names, one in zip(SHAPES, settings(), strict=True))
+    made = Portable(
+        shapes={name: torch.Size(shape) for group in SHAPES for name, shape in group.items()},
+        keys=KEYS,
+        groups=groups,
+        steps=STEPS,
+        read=lambda name, key: tensors[key][name].clone(),
+        buffers={"norm.running_mean": torch.tensor([1.0, 2.0])},
+        counters={"global_steps": 7, "skipped_steps": 1, "global_samples": 112},
+    )
+    return replace(made, **changes)
+
+
+def test_weights_and_states_are_loaded_by_name_into_the_trainers_optimizer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = plain_trainer()
+    monkeypatch.setattr(loading, "TELL_SECONDS", -1.0)
+    load_everything(trainer, portable(), NAMES.groups)
+    assert capsys.readouterr().out.splitlines() == [f"resume: {done} of 4 weights moved" for done in (1, 2, 3, 4)]
+    adam = trainer.optimizer.optimizer
+    tensors, named = whole_tensors(), dict(trainer.model.named_parameters())
+    for name, weight in named.items():
+        assert torch.equal(weight, tensors["fp32"][name])
+        state = adam.state[weight]
+        assert all(torch.equal(state[key], tensors[key][name]) for key in KEYS)
+        assert (float(state["step"]), state["step"].dtype) == (STEPS, torch.float32)
+    assert [group["weight_decay"] for group in adam.param_groups] == [*DECAYS, 0.5]
+    assert [group["lr"] for group in adam.param_groups] == [0.01, 0.01, 1.0]
+    assert trainer.model.norm.running_mean.tolist() == [1.0, 2.0]
+    sum(p.sum() for p in named.values()).backward()
+    adam.step()
+    assert {float(state["step"]) for state in adam.state.values()} == {STEPS + 1}
+
+
+def test_the_best_weights_are_loaded_without_the_optimizers_states() -> None:
+    model = Plain()
+    load_weights(model, portable())
+    assert torch.equal(model.a.weight, whole_tensors()["fp32"]["a.weight"])
+    assert model.norm.running_mean.tolist() == [1.0, 2.0]
+
+
+def test_a_weight_that_the_model_lacks_is_named() -> None:
+    lacks = portable(shapes={**portable().shapes, "c.weight": torch.Size([1])})
+    with pytest.raises(RequestError, match=r"has no weight c\.weight, which the checkpoint has"):
+        load_weights(Plain(), lacks)
 
 
 def test_more_ranks_than_before_share_the_random_states(tmp_path: Path) -> None:
     place = checkpoint(tmp_path, 2, 2)
-    mover = Mover(place, tmp_path, Sharding("deepspeed", 4, 2), 0)
-    mover.ranks = 4
-    mover.folder.mkdir()
-    mover._link_random_states()
-    found = [torch.load(mover.folder / f"rng_state_{rank}.pth")["rank"] for rank in range(4)]
+    links = Links(place, tmp_path, 4)
+    links.make(random_states=True)
+    found = [torch.load(links.folder / f"rng_state_{rank}.pth")["rank"] for rank in range(4)]
     assert found == [0, 1, 0, 1]
 
 
-def test_a_disk_without_room_is_said_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = checkpoint(tmp_path, 2, 1)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"total": 10, "free": 5})())
-    mover = Mover(place, tmp_path, Sharding("deepspeed", 1, 3), 0)
-    with pytest.raises(RunError, match=r"moving checkpoint-7 to another layout needs .* but 0\.0 GiB are free"):
-        mover.move(sharding_of(place), NAMES)
-    assert not mover.folder.exists()
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"total": 0, "free": 0})())
-    mover.move(sharding_of(place), NAMES)  # a disk that does not say how much room it has
-    assert mover.folder.is_dir()
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_without_zero_the_optimizer_keeps_weights_of_its_own_in_half_precision_alone(
-    precision: str, tmp_path: Path
-) -> None:
-    place = checkpoint(tmp_path, 2, 1)
-    mover = Mover(place, tmp_path, Sharding("deepspeed", 1, 0, precision=precision), 0)
-    mover.move(sharding_of(place), NAMES)
-    (record,) = mover.folder.glob("*/mp_rank_00_model_states.pt")
-    saved = torch.load(record, weights_only=False)["optimizer"]
-    assert ("fp32_groups" in saved) is (precision == "bf16")
-
-
 def test_each_group_gets_its_own_settings_and_each_state_its_own_step() -> None:
-    """As DeepSpeed's loader of ZeRO-3 leaves them: one tensor for all, and the first group's decay."""
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in SHAPES]
     optimizer = torch.optim.AdamW([{"params": [weight], "weight_decay": 0.1} for weight in weights])
     shared = torch.tensor(3.0)
@@ -313,7 +315,7 @@ def test_each_group_gets_its_own_settings_and_each_state_its_own_step() -> None:
         optimizer.state[weight] = {"step": shared, "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
     groups = tuple(Group(tuple(g), {"weight_decay": d}) for g, d in zip(SHAPES, DECAYS, strict=True))
     portable = Portable({}, KEYS, groups, STEPS, lambda name, key: torch.zeros(0))
-    mend_optimizer(optimizer, portable)
+    settle_optimizer(optimizer, portable)
     assert [group["weight_decay"] for group in optimizer.param_groups] == list(DECAYS)
     for weight in weights:
         weight.grad = torch.ones(2)
@@ -337,6 +339,9 @@ ZERO = Sharding("deepspeed", 2, 2)
         pytest.param(Sharding("ddp", 2), Sharding("ddp", 1), True, id="so is DDP"),
         pytest.param(Sharding("pipeline", 2), Sharding("pipeline", 4), True, id="a pipeline's goes by name"),
         pytest.param(Sharding("pipeline", 2), ZERO, False, id="to the Trainer"),
+        pytest.param(Sharding("fsdp", 2), Sharding("fsdp", 4), True, id="torch reshards FSDP"),
+        pytest.param(Sharding("fsdp", 2), ZERO, False, id="FSDP"),
+        pytest.param(ZERO, Sharding("fsdp", 2), False, id="to FSDP"),
     ],
 )
 def test_only_what_the_engine_cannot_load_is_moved(written: Sharding, here: Sharding, stands: bool) -> None:
@@ -346,8 +351,6 @@ def test_only_what_the_engine_cannot_load_is_moved(written: Sharding, here: Shar
 @pytest.mark.parametrize(
     ("written", "here", "message"),
     [
-        pytest.param(Sharding("fsdp", 2), ZERO, "States cannot be moved between FSDP", id="FSDP"),
-        pytest.param(ZERO, Sharding("fsdp", 2), "States cannot be moved between FSDP", id="to FSDP"),
         pytest.param(Sharding("deepspeed", 2, 3, "nvme"), ZERO, "States on NVMe can only be resumed", id="NVMe"),
     ],
 )
@@ -483,13 +486,13 @@ def test_on_another_number_of_ranks_each_has_random_states_by_the_name_that_the_
     checkpoint.mkdir()
     for name in ("rng_state_0.pth", "rng_state_1.pth", "optimizer.pt"):
         (checkpoint / name).write_text(name)
-    mover = Mover(checkpoint, tmp_path, Sharding("ddp", ranks), 0)
-    mover.link()
-    found = {path.name: path.read_text() for path in mover.folder.iterdir()}
+    links = Links(checkpoint, tmp_path, ranks)
+    links.make(random_states=True)
+    found = {path.name: path.read_text() for path in links.folder.iterdir()}
     names = ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]
     written = {name: f"rng_state_{rank % 2}.pth" for rank, name in enumerate(names)}
     assert found == {"optimizer.pt": "optimizer.pt", **written}
-    mover.clear()
+    links.clear()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
 
 

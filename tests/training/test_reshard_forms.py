@@ -10,36 +10,38 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_reshard import DECAYS, KEYS, NAMES, SHAPES, STEPS, assert_whole, checkpoint, record, settings, whole_tensors
+from test_reshard import (
+    DECAYS,
+    KEYS,
+    NAMES,
+    SHAPES,
+    STEPS,
+    assert_whole,
+    checkpoint,
+    portable,
+    record,
+    settings,
+    whole_tensors,
+)
+from torch.distributed import checkpoint as distributed_checkpoint
 
 from finetune.errors import RequestError
 from finetune.run.files import PIPELINE_RECORD
 from finetune.training.reshard.batch import global_batch_of
-from finetune.training.reshard.move import read_pipeline, write_pipeline_record, write_share
-from finetune.training.reshard.one_file import Names, read_plain, read_zero0, write_plain, write_zero0
-from finetune.training.reshard.portable import Group, Portable, joined, settings_of, state_keys, steps_of
-from finetune.training.reshard.resuming import groups_of, mend_optimizer
+from finetune.training.reshard.expert_shards import fit_schedule
+from finetune.training.reshard.fsdp_shards import read_fsdp
+from finetune.training.reshard.one_file import Names, read_plain, read_zero0
+from finetune.training.reshard.portable import Group, joined, settings_of, state_keys, steps_of
+from finetune.training.reshard.reading import read_pipeline
+from finetune.training.reshard.resuming import groups_of
 from finetune.training.reshard.sharding import Sharding, of_config, sharding_of
-from finetune.training.reshard.zero_shards import shard_files, write_record, write_weight
+from finetune.training.reshard.zero_shards import shard_files
 
 TENSORS = whole_tensors()
 BUFFERS = {"seen": torch.arange(3.0)}
+SIZES = {name: shape for group in SHAPES for name, shape in group.items()}
 SCALE = {"cur_scale": 8.0, "cur_iter": 7, "scale_window": 100}
 COUNTERS = {"global_steps": 7, "skipped_steps": 1, "global_samples": 112}
-
-
-def portable(**changes: Any) -> Portable:
-    groups = tuple(Group(tuple(shapes), settings_of(found)) for shapes, found in zip(SHAPES, settings(), strict=True))
-    made = Portable(
-        shapes={name: torch.Size(shape) for group in SHAPES for name, shape in group.items()},
-        keys=KEYS,
-        groups=groups,
-        steps=STEPS,
-        read=lambda name, key: TENSORS[key][name].clone(),
-        buffers=BUFFERS,
-        counters=COUNTERS,
-    )
-    return replace(made, **changes)
 
 
 def test_the_bytes_are_of_all_weights_and_states() -> None:
@@ -48,44 +50,57 @@ def test_the_bytes_are_of_all_weights_and_states() -> None:
     assert portable(keys=()).bytes == elements * 4
 
 
+def write_plain(folder: Path, decay_of_empty: float | None = None) -> None:
+    """As the Trainer saves without DeepSpeed; with `decay_of_empty`, a group without weights comes between."""
+    groups = [{**settings()[0], "params": [0, 1]}, {**settings()[1], "params": [2, 3]}]
+    if decay_of_empty is not None:
+        groups.insert(1, {"weight_decay": decay_of_empty, "params": []})
+    names = [name for group in SHAPES for name in group]
+    states = {
+        at: {"step": torch.tensor(STEPS), **{key: TENSORS[key][name] for key in KEYS}} for at, name in enumerate(names)
+    }
+    torch.save({"state": states, "param_groups": groups}, folder / "optimizer.pt")
+    save_file({**TENSORS["fp32"], **BUFFERS}, folder / "model.safetensors")
+
+
 def test_the_trainers_own_form(tmp_path: Path) -> None:
-    write_plain(tmp_path, portable(), NAMES)
+    write_plain(tmp_path)
     found = read_plain(tmp_path, NAMES)
     assert_whole(found)
     assert torch.equal(found.buffers["seen"], BUFFERS["seen"])
-    assert load_file(tmp_path / "model.safetensors").keys() == {*TENSORS["fp32"], "seen"}
-    saved = torch.load(tmp_path / "optimizer.pt")
-    assert [group["params"] for group in saved["param_groups"]] == [[0, 1], [2, 3]]
-    assert {float(state["step"]) for state in saved["state"].values()} == {STEPS}
-    assert torch.equal(saved["state"][2]["exp_avg"], TENSORS["exp_avg"]["a.bias"])
 
 
-def test_a_group_without_weights_keeps_its_place(tmp_path: Path) -> None:
-    empty = Group((), {"weight_decay": 0.5})
-    names = Names((NAMES.groups[0], empty, NAMES.groups[1]), {})
+def test_a_group_without_weights_is_left_out(tmp_path: Path) -> None:
+    names = Names((NAMES.groups[0], Group((), {"weight_decay": 0.5}), NAMES.groups[1]), {})
     assert names.filled == NAMES.groups
-    write_plain(tmp_path, portable(), names)
-    saved = torch.load(tmp_path / "optimizer.pt")["param_groups"]
-    assert [group["params"] for group in saved] == [[0, 1], [], [2, 3]]
-    assert saved[1]["weight_decay"] == 0.5
+    write_plain(tmp_path, decay_of_empty=0.5)
     assert_whole(read_plain(tmp_path, names))
 
 
-def test_a_tied_weight_goes_by_the_name_that_the_file_has(tmp_path: Path) -> None:
-    write_plain(tmp_path, portable(), NAMES)
+def test_states_of_another_model_are_refused_with_the_sizes_of_both(tmp_path: Path) -> None:
+    write_plain(tmp_path)
+    smaller = Names((Group(("a.weight",), {}), Group(("a.bias",), {})), {})
+    with pytest.raises(RequestError, match=r"\[2, 2\] weights .* this model has \[1, 1\]"):
+        read_plain(tmp_path, smaller)
+
+
+@pytest.mark.parametrize("stem", ["model", "adapter_model"])
+def test_a_weight_goes_by_the_name_that_the_file_has(stem: str, tmp_path: Path) -> None:
+    write_plain(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     stored["head.weight"] = stored.pop("a.weight")
-    save_file(stored, tmp_path / "model.safetensors")
-    assert_whole(read_plain(tmp_path, replace(NAMES, tied={"head.weight": "a.weight"})))
+    (tmp_path / "model.safetensors").unlink()
+    save_file(stored, tmp_path / f"{stem}.safetensors")
+    assert_whole(read_plain(tmp_path, replace(NAMES, in_files={"head.weight": "a.weight"})))
     with pytest.raises(RequestError, match=r"has no weight a\.weight\. Is it a checkpoint of this model"):
         read_plain(tmp_path, NAMES)
-    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / f"{stem}.safetensors").unlink()
     with pytest.raises(RequestError, match=r"has no model\.safetensors"):
         read_plain(tmp_path, NAMES)
 
 
 def test_a_state_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
-    write_plain(tmp_path, portable(), NAMES)
+    write_plain(tmp_path)
     saved = torch.load(tmp_path / "optimizer.pt")
     saved["state"][1]["exp_avg"] = torch.zeros(8)
     torch.save(saved, tmp_path / "optimizer.pt")
@@ -94,42 +109,32 @@ def test_a_state_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
         found.read("b.weight", "exp_avg")
 
 
-@pytest.mark.parametrize("is_fp32", [True, False])
-@pytest.mark.parametrize("scale", [{}, SCALE])
-def test_deepspeeds_form_without_zero(is_fp32: bool, scale: dict[str, Any], tmp_path: Path) -> None:
-    folder = tmp_path / "global_step7"
-    folder.mkdir()
-    write_zero0(folder, portable(loss_scale=scale), 4, is_fp32)
-    assert (tmp_path / "latest").read_text() == "global_step7"
-    saved = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=False)
-    assert (saved["dp_world_size"], saved["mp_world_size"], saved["global_samples"]) == (4, 1, 112)
-    if not is_fp32:
-        kept = saved["optimizer"]
-        assert (kept["cur_scale"], kept["cur_iter"]) == ((8.0, 7) if scale else (1.0, 7))
-        assert kept["dynamic_loss_scale"] is bool(scale)
-        # What computes is rounded, and the optimizer's own are not.
-        saved["module"] = {name: value.bfloat16() for name, value in saved["module"].items()}
-    saved["buffer_names"] = ["seen"]
-    torch.save(saved, folder / "mp_rank_00_model_states.pt")
-    found = read_zero0(folder, NAMES)
+@pytest.mark.parametrize("scale", [None, {}, SCALE], ids=["fp32", "bf16", "fp16"])
+def test_deepspeeds_form_without_zero(scale: dict[str, Any] | None, tmp_path: Path) -> None:
+    write_plain(tmp_path)
+    optimizer, module = torch.load(tmp_path / "optimizer.pt"), TENSORS["fp32"]
+    if scale is not None:  # what computes is rounded, and the optimizer's own are not
+        masters = [[module[name] for name in group] for group in SHAPES]
+        optimizer = {"optimizer_state_dict": optimizer, "fp32_groups": masters, "dynamic_loss_scale": True, **scale}
+        module = {name: value.bfloat16() for name, value in module.items()}
+    more = {"module": {**module, **BUFFERS}, "optimizer": optimizer, "buffer_names": ["seen"], **COUNTERS}
+    torch.save(record(0) | more, tmp_path / "mp_rank_00_model_states.pt")
+    found = read_zero0(tmp_path, NAMES)
     assert_whole(found)
     assert found.counters == COUNTERS
     assert found.buffers["seen"].tolist() == [0.0, 1.0, 2.0]
-    if not is_fp32 and scale:
-        assert found.loss_scale == SCALE
+    assert found.loss_scale == (scale or {})
 
 
 def test_the_form_of_a_pipeline_in_shares(tmp_path: Path) -> None:
-    one = portable(loss_scale=SCALE)
-    for rank, names in enumerate((["a.weight", "a.bias"], ["b.weight", "b.bias"])):
-        write_share(tmp_path, one, names, rank, 2)
-    write_pipeline_record(tmp_path, one, 32, "AdamW")
+    for part, names in enumerate((["a.weight", "a.bias"], ["b.weight", "b.bias"])):
+        weights = {name: TENSORS["fp32"][name] for name in names} | (BUFFERS if part == 0 else {})
+        save_file(weights, tmp_path / f"model-0000{part + 1}-of-00002.safetensors")
+        states = {f"{key}:{name}": TENSORS[key][name] for key in KEYS for name in names}
+        save_file(states, tmp_path / f"optimizer-0000{part + 1}-of-00002.safetensors")
+    record = {"global_batch_size": 32, "optimizer": "AdamW", "optimizer_steps": STEPS, "loss_scale": SCALE}
+    (tmp_path / PIPELINE_RECORD).write_text(json.dumps(record))
     torch.save({"_last_lr": [0.5, 0.25]}, tmp_path / "scheduler.pt")
-    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == [
-        f"{kind}-0000{rank}-of-00002.safetensors" for kind in ("model", "optimizer") for rank in (1, 2)
-    ]
-    assert "seen" in load_file(tmp_path / "model-00001-of-00002.safetensors")
-    assert "seen" not in load_file(tmp_path / "model-00002-of-00002.safetensors")
     found = read_pipeline(tmp_path, NAMES.groups)
     for key, tensors in TENSORS.items():
         assert all(torch.equal(found.read(name, key), tensor) for name, tensor in tensors.items())
@@ -137,49 +142,39 @@ def test_the_form_of_a_pipeline_in_shares(tmp_path: Path) -> None:
     assert [group.settings["lr"] for group in found.groups] == [0.5, 0.25]
     assert [group.settings["weight_decay"] for group in found.groups] == list(DECAYS)
     assert found.buffers.keys() == {"seen"}
-    content = json.loads((tmp_path / "pipeline.json").read_text())
-    assert (content["global_batch_size"], content["optimizer"], content["stages"]) == (32, "AdamW", None)
+    weight, state = found.weight("seen"), found.state("a.bias", "exp_avg")
+    assert weight is not None
+    assert weight.tolist() == [0.0, 1.0, 2.0]
+    assert torch.equal(state, TENSORS["exp_avg"]["a.bias"])
+    assert found.weight("unused") is found.state("unused", "exp_avg") is None
     more = (*NAMES.groups, Group(("c",), {}))
     with pytest.raises(RequestError, match="has no weight c"):
         read_pipeline(tmp_path, more)
 
 
-@pytest.mark.parametrize(("stage", "prefix"), [(1, "mp_rank_00"), (2, "mp_rank_00"), (3, "zero_pp_rank_0_mp_rank_00")])
-def test_deepspeeds_universal_form(stage: int, prefix: str, tmp_path: Path) -> None:
-    folder = tmp_path / "global_step7_universal"
-    for name in portable().shapes:
-        write_weight(folder, portable(), name)
-    write_record(folder, portable(), stage, 4)
-    assert (tmp_path / "latest_universal").read_text() == "global_step7_universal"
-    for key, tensors in TENSORS.items():
-        for name, tensor in tensors.items():
-            saved = torch.load(folder / "zero" / name / f"{key}.pt")
-            assert torch.equal(saved["param"], tensor)
-            assert saved["cat_dim"] == 0
-    assert float(torch.load(folder / "zero/a.weight/step.pt")) == STEPS
-    kept = torch.load(folder / "zero/optimizer_state.pt", weights_only=False)
-    assert kept["param_groups"] == kept["optimizer_state_dict"]["param_groups"]
-    assert [(g["weight_decay"], g["params"]) for g in kept["param_groups"]] == [(DECAYS[0], [0]), (DECAYS[1], [1])]
-    assert float(kept["optimizer_state_dict"]["state"][0]["step"]) == STEPS
-    engine = torch.load(folder / f"{prefix}_model_states.pt", weights_only=False)
-    assert (engine["dp_world_size"], engine["global_steps"], engine["skipped_steps"]) == (4, 7, 1)
+@pytest.mark.parametrize("is_sharded", [True, False], ids=["sharded", "full"])
+def test_fsdps_forms(is_sharded: bool, tmp_path: Path) -> None:
+    states = {name: {key: TENSORS[key][name] for key in KEYS} | {"step": torch.tensor(STEPS)} for name in SIZES}
+    optimizer = {"state": states, "param_groups": [{"lr": 0.01, "params": list(SIZES)}]}
+    weights = {"in_file" if name == "a.bias" else name: value for name, value in TENSORS["fp32"].items()} | BUFFERS
+    if is_sharded:
+        for folder, content in ("optimizer_0", {"optimizer": optimizer}), ("pytorch_model_fsdp_0", {"model": weights}):
+            distributed_checkpoint.save(content, checkpoint_id=tmp_path / folder, no_dist=True)
+    else:
+        torch.save(optimizer, tmp_path / "optimizer.bin")
+        torch.save(weights, tmp_path / "pytorch_model_fsdp.bin")
+    found = read_fsdp(tmp_path, replace(NAMES, in_files={"in_file": "a.bias"}))
+    assert [group.settings["weight_decay"] for group in found.groups] == list(DECAYS)
+    assert_whole(found)
+    assert found.buffers.keys() == {"seen"}
+    with pytest.raises(RequestError, match=r"has no weight a\.bias"):
+        read_fsdp(tmp_path, NAMES)
 
 
-def test_an_optimizer_that_counts_no_steps_gets_none(tmp_path: Path) -> None:
-    one = portable(steps=None)
-    write_weight(tmp_path, one, "a.weight")
-    assert not (tmp_path / "zero/a.weight/step.pt").exists()
-    write_record(tmp_path, one, 2, 1)
-    assert torch.load(tmp_path / "zero/optimizer_state.pt", weights_only=False)["optimizer_state_dict"]["state"] == {
-        0: {}
-    }
-    write_plain(tmp_path, one, NAMES)
-    assert read_plain(tmp_path, NAMES).steps is None
-    weight = torch.nn.Parameter(torch.ones(2))
-    adam = torch.optim.AdamW([{"params": [weight]}, {"params": [torch.nn.Parameter(torch.ones(1))]}])
-    adam.state[weight] = {"step": torch.tensor(3.0)}
-    mend_optimizer(adam, one)
-    assert float(adam.state[weight]["step"]) == 3.0
+def test_a_schedule_fits_an_optimizer_with_more_groups() -> None:
+    given = {"_last_lr": [0.5], "base_lrs": [1.0], "last_epoch": 3, "lr_lambdas": []}
+    assert fit_schedule(given, 2) == {"_last_lr": [0.5] * 2, "base_lrs": [1.0] * 2, "last_epoch": 3, "lr_lambdas": []}
+    assert fit_schedule({"_last_lr": [0.5, 0.25]}, 2) == {"_last_lr": [0.5, 0.25]}
 
 
 def test_steps_are_found_in_states_or_groups() -> None:

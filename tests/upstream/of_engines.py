@@ -8,33 +8,40 @@ PIPE = "deepspeed.runtime.pipe.engine:PipelineEngine."
 ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer."
 PARTITION = "deepspeed.runtime.zero.partition_parameters:Init."
 SPREAD = "training/expert_parallel.py"
+LOADING = "training/reshard/loading.py"
 
 ENGINE = (
     Row(
-        "training/reshard/resuming.py",
-        "deepspeed.runtime.engine:DeepSpeedEngine._config",
-        "write",
-        "what is loaded after a universal checkpoint, such as the best one, is as DeepSpeed saves it",
-        "runtime/engine.py, load_universal_checkpoint: for the life of an engine",
-        "an argument of load_checkpoint",
-        called_from=("deepspeed.runtime.engine:DeepSpeedEngine.load_universal_checkpoint",),
+        LOADING,
+        f"{ZERO}_lazy_init_hp_params_optimizer_state",
+        "call",
+        "states are put in place by `safe_set_full_optimizer_state` before the first step",
+        "runtime/zero/stage_1_and_2.py, _optimizer_step: links states to weights only after the first step",
+        "states that exist from the start",
+        "self",
+        (f"{ZERO}_optimizer_step",),
     ),
     Row(
-        "training/reshard/resuming.py",
-        "deepspeed.runtime.config:DeepSpeedConfig.load_universal_checkpoint",
-        "write",
+        LOADING,
+        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.fp32_partitioned_groups_flat",
+        "read",
+        "as above: ZeRO-3 keeps the weights for whom there are states here, and not in the optimizer's groups",
+        "runtime/zero/stage3.py, _clear_fp32_optimizer_param_groups",
         "as above",
-        "runtime/config.py",
-        "as above",
-        called_from=("deepspeed.runtime.engine:DeepSpeedEngine.load_universal_checkpoint",),
     ),
-    Row(
-        "training/reshard/resuming.py",
-        f"{ZERO}loss_scaler",
-        "write",
-        "fp16's scale goes along to another layout",
-        "runtime/zero/stage_1_and_2.py: its universal loader leaves it out",
-        "the loader takes it",
+    *(
+        Row(
+            LOADING,
+            where + name,
+            "write",
+            "fp16's scale goes along to another layout",
+            "runtime/zero/stage_1_and_2.py, and fp16/unfused_optimizer.py without ZeRO",
+            "a public function that sets it",
+        )
+        for where, name in (
+            (ZERO, "loss_scaler"),
+            ("deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer.", "loss_scale_config"),
+        )
     ),
     Row(
         "training/guards/nan_guard.py",
@@ -62,7 +69,8 @@ ENGINE = (
             ("training/checkpoints/space.py", "ds_numel", "the size of a weight that ZeRO-3 has sharded"),
             ("bench/meter.py", "ds_numel", "the size of a weight that ZeRO-3 has sharded"),
             ("bench/meter.py", "ds_tensor", "the bytes of this rank's shards"),
-            ("training/reshard/resuming.py", "ds_id", "whether ZeRO-3 has sharded a weight"),
+            (LOADING, "ds_id", "whether ZeRO-3 has sharded a weight"),
+            (LOADING, "ds_tensor", "the size of this rank's part, with its padding"),
         )
     ),
     Row(

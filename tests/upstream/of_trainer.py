@@ -38,6 +38,16 @@ PRIVATE = (
     ),
     Row(
         SAVING,
+        f"{TRAINER}_prepare_for_training",
+        "override",
+        "a checkpoint of another layout is loaded by name, once the engine is built",
+        "trainer.py: has the engine load it, which fails for another layout",
+        "a hook between building an engine and loading a checkpoint into it",
+        "self, max_steps, train_dataloader, resume_from_checkpoint",
+        (f"{TRAINER}_inner_training_loop",),
+    ),
+    Row(
+        SAVING,
         f"{TRAINER}_get_output_dir",
         "override",
         "the save above goes into a folder that is renamed, and the Trainer finds no checkpoint there to delete",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,17 @@ from finetune.training.checkpoints.manifest import Spread
 from finetune.training.checkpoints.space import OTHER_BYTES, stage_bytes
 from finetune.training.checkpoints.writing import every, leads, rank
 from finetune.training.pipeline.engine import Built, Named
-from finetune.training.pipeline.files import FlatStates, file_name, find_tensors, read_tensor, save_tensors
+from finetune.training.pipeline.files import (
+    FlatStates,
+    ReadState,
+    file_name,
+    find_tensors,
+    read_tensor,
+    save_tensors,
+    saved_states,
+)
 from finetune.training.pipeline.stages import Cut, owned
+from finetune.training.reshard.portable import Portable
 from finetune.training.resuming import OwnSettings, random_states, set_random_states
 from finetune.training.run_folder import write_json
 
@@ -116,12 +125,22 @@ class Checkpoints:
         if not (folder / SCHEDULER).is_file():
             raise RequestError(f"--resume: {folder} was saved with --save_only_model, so it cannot be resumed.")
         self.load_weights(folder)
-        self.states.fill(folder, record["optimizer_steps"])
-        if self.built.engine.fp16_enabled():
-            vars(self.built.engine.optimizer.loss_scaler).update(record["loss_scale"])
-        self.load_schedule(torch.load(folder / SCHEDULER, weights_only=True))
+        self._load_states(folder, *saved_states(folder), record["optimizer_steps"], record["loss_scale"])
         if (record["stages"], record["pipelines"]) == (self.stages, self.pipelines):
             set_random_states(torch.load(folder / RNG.format(rank=rank()), weights_only=True))
+
+    def load_portable(self, folder: Path, portable: Portable) -> None:
+        """Load what another engine saved in `folder`."""
+        put_weights(folder, portable.weight, self.built.named, self.built.buffers)
+        self._load_states(folder, portable.keys, portable.state, portable.steps, portable.loss_scale)
+
+    def _load_states(
+        self, folder: Path, keys: Iterable[str], read: ReadState, steps: float | None, loss_scale: Mapping[str, Any]
+    ) -> None:
+        self.states.fill(keys, read, steps)
+        if self.built.engine.fp16_enabled():
+            vars(self.built.engine.optimizer.loss_scaler).update(loss_scale)
+        self.load_schedule(torch.load(folder / SCHEDULER, weights_only=True))
 
     def _loss_scale(self) -> dict[str, Any]:
         """The state of fp16's dynamic loss scaler; empty for other precisions."""
@@ -195,13 +214,20 @@ def whole_weights(named: Named, mine: set[str]) -> Iterator[tuple[str, torch.Ten
 
 def load_weights(folder: Path, named: Named, buffers: dict[str, torch.Tensor]) -> None:
     """Read this stage's weights and buffers. Raises RequestError if one is missing or has the wrong shape."""
+    places = find_tensors(folder, "model")
+    put_weights(folder, lambda name: read_tensor(places, name) if name in places else None, named, buffers)
+
+
+def put_weights(
+    folder: Path, read: Callable[[str], torch.Tensor | None], named: Named, buffers: dict[str, torch.Tensor]
+) -> None:
+    """Like `load_weights`; `read` returns a weight or buffer of `folder` by name, or None."""
     from deepspeed.utils import safe_set_full_fp32_param
 
-    places = find_tensors(folder, "model")
     for name, parameter in (named | buffers).items():
-        if name not in places:
+        value = read(name)
+        if value is None:
             raise RequestError(f"{folder}: has no weight {name}. Does the folder hold a model with this architecture?")
-        value = read_tensor(places, name)
         if value.shape != parameter.shape:
             raise RequestError(f"{folder}: {name} is {tuple(value.shape)}, but this model's {tuple(parameter.shape)}.")
         with torch.no_grad():

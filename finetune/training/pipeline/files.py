@@ -3,7 +3,7 @@ tensors and back, in any layout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from torch import distributed
 
 from finetune.training.pipeline.engine import Named
+
+ReadState = Callable[[str, str], torch.Tensor | None]  # of a weight's name and a key, such as "exp_avg"
 
 
 def file_name(kind: str, stage: int, stages: int) -> str:
@@ -41,6 +43,16 @@ def read_tensor(places: dict[str, Path], name: str) -> torch.Tensor:
     with safe_open(places[name], framework="pt") as file:
         tensor: torch.Tensor = file.get_tensor(name)
     return tensor
+
+
+def saved_states(folder: Path) -> tuple[list[str], ReadState]:
+    """The keys of the states that a pipeline saved in `folder`, and a function that reads one."""
+    places = find_tensors(folder, "optimizer")
+
+    def read(name: str, key: str) -> torch.Tensor | None:
+        return read_tensor(places, f"{key}:{name}") if f"{key}:{name}" in places else None
+
+    return sorted({name.split(":", 1)[0] for name in places}), read
 
 
 class FlatStates:
@@ -73,16 +85,16 @@ class FlatStates:
         distributed.all_gather(parts, part.contiguous(), group=self.process_group)
         return torch.cat(parts)
 
-    def fill(self, folder: Path, steps: float | None) -> None:
-        """Load the states that `whole` returned from the files in `folder`; `steps` is the optimizer's step count."""
-        places = find_tensors(folder, "optimizer")
-        keys = sorted({name.split(":", 1)[0] for name in places})
+    def fill(self, keys: Iterable[str], read: ReadState, steps: float | None) -> None:
+        """Set the states `keys`, and the optimizer's step count."""
         record = self.optimizer.state_dict()
         for index, (group, named) in enumerate(zip(self.optimizer.param_groups, self.groups, strict=True)):
             (flat,) = group["params"]
             state: dict[str, Any] = {} if steps is None else {"step": torch.tensor(steps)}
             for key in keys:
-                parts = [_state_of(places, f"{key}:{name}", p.numel()) for name, p in named.items()]
+                found = ((read(name, key), p) for name, p in named.items())
+                # Only the placeholder of an empty group is in no checkpoint.
+                parts = [torch.zeros(p.numel()) if part is None else part.flatten() for part, p in found]
                 state[key] = self._own(torch.cat(parts), flat)
             record["state"][index] = state
         self.optimizer.load_state_dict(record)
@@ -96,8 +108,3 @@ class FlatStates:
         """Adam's step count, which its bias correction uses; None for an optimizer that does not count steps."""
         counts = {float(state["step"]) for state in self.optimizer.state.values() if "step" in state}
         return max(counts) if counts else None
-
-
-def _state_of(places: dict[str, Path], name: str, size: int) -> torch.Tensor:
-    """A state, flat; zeros for the placeholder of an empty group, which no checkpoint contains."""
-    return read_tensor(places, name).flatten() if name in places else torch.zeros(size)

@@ -13,7 +13,7 @@ from finetune.errors import RequestError
 from finetune.run.files import STATE_FILE
 from finetune.training.checkpoints.final import best_to_load
 from finetune.training.pipeline.checkpoint import read_record
-from finetune.training.reshard.resuming import loadable
+from finetune.training.reshard.resuming import read_for_pipeline
 from finetune.training.resuming import restore_callbacks
 
 
@@ -34,8 +34,9 @@ def save_checkpoint(trainer: Any) -> None:
 
 def resume(trainer: Any, folder: Path) -> TrainerState:
     """Resume from a checkpoint of any layout. Raises RequestError if the global batch size differs."""
-    with loadable(folder, trainer) as found:
-        record = read_record(found)
+    portable = read_for_pipeline(folder, trainer)
+    if portable is None:
+        record = read_record(folder)
         batch = record["global_batch_size"]
         if batch != trainer.global_batch_size:
             raise RequestError(
@@ -44,7 +45,9 @@ def resume(trainer: Any, folder: Path) -> TrainerState:
                 f"{trainer.global_batch_size} (micro-batch x accumulation x pipelines). Change "
                 "--gradient_accumulation_steps or --per_device_train_batch_size so that they agree."
             )
-        trainer.checkpoints.load(found, record)
+        trainer.checkpoints.load(folder, record)
+    else:
+        trainer.checkpoints.load_portable(folder, portable)
     state = TrainerState.load_from_json(str(folder / STATE_FILE))
     restore_callbacks(trainer.handler.callbacks, state, trainer.args.restore_callback_states_from_checkpoint)
     if trainer.launch.speaks:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from finetune.errors import RequestError
 from finetune.models.expert_layers import layer_names, whole_names
-from finetune.training.reshard.portable import Group, Portable, load_pickle
+from finetune.training.reshard.portable import Group, Portable
 
 OF_LAYOUT = ("name", "moe")  # keys of an optimizer's group that only expert parallelism has
 # Lists in the state of torch's LambdaLR and transformers' GreedyLR, one value a group.
@@ -75,9 +74,7 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in OF_LAYOUT}
 
 
-def fit_schedule(path: Path, groups: int) -> None:
-    """Give the schedule at `path`, a link, the optimizer's number of groups; the Trainer's have one rate."""
-    schedule = load_pickle(path)
-    schedule |= {key: [schedule[key][0]] * groups for key in BY_GROUP if schedule.get(key)}
-    path.unlink()
-    torch.save(schedule, path)
+def fit_schedule(schedule: dict[str, Any], groups: int) -> dict[str, Any]:
+    """The state of a schedule for an optimizer with that number of groups; the Trainer's have one rate."""
+    others = [key for key in BY_GROUP if schedule.get(key) and len(schedule[key]) != groups]
+    return schedule | {key: [schedule[key][0]] * groups for key in others}

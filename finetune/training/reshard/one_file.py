@@ -1,4 +1,4 @@
-"""Reads and writes checkpoints that keep all states in one file: the Trainer's without DeepSpeed, and ZeRO-0's."""
+"""Reads checkpoints that keep all states in one file: the Trainer's without DeepSpeed, and ZeRO-0's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from finetune.errors import RequestError
 from finetune.training.pipeline.files import find_tensors, read_tensor
@@ -23,16 +22,16 @@ from finetune.training.reshard.portable import (
     state_keys,
     steps_of,
 )
-from finetune.training.reshard.zero_shards import engine_record, model_file
+from finetune.training.reshard.zero_shards import model_file
 
 
 @dataclass(frozen=True)
 class Names:
-    """The resuming run's optimizer groups, with its settings, and a map from a tied weight's other names to the one
-    used; `spread` are the groups if experts have some of their own."""
+    """The resuming run's optimizer groups, with its settings, and a map from names in files (a tied weight's other
+    names, and those in an adapter) to the model's; `spread` are the groups if experts have some of their own."""
 
     groups: tuple[Group, ...]
-    tied: Mapping[str, str]
+    in_files: Mapping[str, str]
     spread: tuple[Group, ...] | None = None
 
     @property
@@ -42,14 +41,15 @@ class Names:
 
 
 def read_plain(folder: Path, names: Names) -> Portable:
-    """A checkpoint of the Trainer without DeepSpeed: optimizer.pt and model*.safetensors. Raises RequestError."""
-    stored = find_tensors(folder, "model")
+    """A checkpoint of the Trainer without DeepSpeed: optimizer.pt, and model*.safetensors or an adapter's file. Raises
+    RequestError."""
+    stored = find_tensors(folder, "model") or find_tensors(folder, "adapter_model")
     if not stored:
         raise RequestError(
-            f"--resume: {folder} has no model.safetensors (LoRA adapters cannot be moved to another engine). Resume "
-            "with the engine and the number of ranks that wrote it."
+            f"--resume: {folder} has no model.safetensors. Resume with the engine and the number of ranks that wrote "
+            "it."
         )
-    held = {names.tied.get(name, name): name for name in stored}  # the file has one name of each tied weight
+    held = {names.in_files.get(name, name): name for name in stored}  # the file has one name of each tied weight
 
     def weight(name: str) -> torch.Tensor:
         return read_tensor(stored, held[name])
@@ -115,48 +115,3 @@ def _whole(
 
     groups = tuple(Group(own.names, settings_of(group)) for own, group in zip(names.filled, given, strict=True))
     return Portable(shapes, keys, groups, steps_of(states, given), read)
-
-
-def write_plain(folder: Path, portable: Portable, names: Names) -> None:
-    """Write model.safetensors in fp32 and optimizer.pt, as the Trainer reads them."""
-    weights = {name: portable.read(name, WEIGHT) for name in portable.shapes}
-    save_file(
-        weights | {k: v.contiguous() for k, v in portable.buffers.items()},
-        folder / "model.safetensors",
-        {"format": "pt"},
-    )
-    record = _optimizer_record(portable)
-    filled = iter(record["param_groups"])
-    record["param_groups"] = [next(filled) if g.names else {**g.settings, "params": []} for g in names.groups]
-    torch.save(record, folder / "optimizer.pt")
-
-
-def write_zero0(folder: Path, portable: Portable, world_size: int, is_fp32: bool) -> None:
-    """Write `global_stepN/` and the file that tells the engine its name. In fp16 and bf16 the optimizer holds the fp32
-    weights (runtime/fp16/unfused_optimizer.py, load_state_dict)."""
-    module = {name: portable.read(name, WEIGHT) for name in portable.shapes}
-    optimizer = _optimizer_record(portable)
-    if not is_fp32:
-        optimizer = {
-            "cur_scale": 1.0,
-            "cur_iter": int(portable.steps or 0),
-            **portable.loss_scale,
-            "dynamic_loss_scale": "scale_window" in portable.loss_scale,
-            "optimizer_state_dict": optimizer,
-            "fp32_groups": [[module[name] for name in group.names] for group in portable.groups],
-        }
-    record = engine_record(portable, world_size)
-    torch.save({**record, "module": {**module, **portable.buffers}, "optimizer": optimizer}, model_file(folder))
-    (folder.parent / "latest").write_text(folder.name, encoding="utf-8")
-
-
-def _optimizer_record(portable: Portable) -> dict[str, Any]:
-    """A `state_dict` like those of torch's optimizers."""
-    names = [name for group in portable.groups for name in group.names]
-    index = {name: number for number, name in enumerate(names)}
-    states = {index[name]: {key: portable.read(name, key) for key in portable.keys} for name in names}
-    if portable.steps is not None:
-        for state in states.values():
-            state["step"] = torch.tensor(portable.steps)
-    groups = [{**group.settings, "params": [index[name] for name in group.names]} for group in portable.groups]
-    return {"state": states, "param_groups": groups}

@@ -43,6 +43,14 @@ class Portable:
     counters: Mapping[str, Any] = field(default_factory=dict)  # see COUNTERS
     schedule: Any = None  # the state of a learning rate schedule that DeepSpeed manages
 
+    def weight(self, name: str) -> torch.Tensor | None:
+        """A weight or buffer; None if there is none of that name."""
+        return self.read(name, WEIGHT) if name in self.shapes else self.buffers.get(name)
+
+    def state(self, name: str, key: str) -> torch.Tensor | None:
+        """A weight's state; None if there is no weight of that name."""
+        return self.read(name, key) if name in self.shapes else None
+
     @property
     def bytes(self) -> int:
         """The size of all weights and states in fp32."""

@@ -1,15 +1,13 @@
-"""Resuming from another layout, with the Trainer or in a pipeline: a folder for their loaders, and corrections for what
-DeepSpeed's loader omits."""
+"""Resuming from another layout, with the Trainer or in a pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -18,96 +16,107 @@ from finetune.models.expert_layers import whole_names
 from finetune.run.files import STATE_FILE
 from finetune.run.launch import accelerate_uses_fsdp
 from finetune.safe_read import read_json_object
-from finetune.training.reshard.move import Mover, read_any
+from finetune.training.checkpoints.writing import leads, together
+from finetune.training.reshard.expert_shards import fit_schedule, regrouped
+from finetune.training.reshard.links import Links
+from finetune.training.reshard.loading import load_everything, load_weights
 from finetune.training.reshard.one_file import Names
-from finetune.training.reshard.portable import WEIGHT, Group, Portable, settings_of
+from finetune.training.reshard.portable import Group, Portable, load_pickle, settings_of
+from finetune.training.reshard.reading import SCHEDULE, read_any
 from finetune.training.reshard.sharding import Sharding, can_load_as_it_stands, of_config, sharding_of
+from finetune.training.resuming import innermost
 from finetune.training.run_folder import write_json
 
-UNIVERSAL = {"load_universal": True}
+ADAM = {"exp_avg", "exp_avg_sq"}  # the only states for which ZeRO is known to have flat tensors
 
 
 class Reshard(TrainerCallback):
-    """For a run that resumes: `folder` is what its engine must load, the checkpoint itself or a converted one."""
+    """For a run that resumes: `folder` is where the Trainer finds its state, the checkpoint itself or links to it. What
+    another layout wrote, `load` puts into the engine."""
 
     def __init__(self, trainer: Any, checkpoint: Path) -> None:
-        self.trainer, self.folder = trainer, checkpoint
+        self.trainer, self.folder, self.checkpoint = trainer, checkpoint, checkpoint
         self.portable: Portable | None = None
-        here, args = here_of(trainer), trainer.args
-        self.mover = Mover(checkpoint, Path(args.output_dir), here, args.process_index)
-        self.mover.clear()
-        written = sharding_of(checkpoint)
-        if can_load_as_it_stands(written, here):
-            if written.ranks != here.ranks:
-                self.mover.link()
-                self.folder = self.mover.folder
+        here, written = here_of(trainer), sharding_of(checkpoint)
+        self.links = Links(checkpoint, Path(trainer.args.output_dir), here.ranks)
+        together(self._clear)
+        stands = can_load_as_it_stands(written, here)
+        if stands and written.ranks == here.ranks:
             return
-        if written.engine != here.engine and hasattr(trainer.model, "peft_config"):
-            raise RequestError(
-                f"--resume: the checkpoint was written by {written}, but this run has {here}. LoRA adapters cannot be "
-                "moved to another engine. Resume with the engine that wrote it."
-            )
-        self.portable = self.mover.move(written, names_of(trainer))
-        self.folder = self.mover.folder
-        if written.engine == "pipeline" and args.process_index == 0:
-            _complete_state(self.folder, trainer)
-        trainer.accelerator.wait_for_everyone()
-        self.is_universal = bool(here.zero_stage)
-        if self.is_universal:
-            trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = UNIVERSAL
+        if not stands:
+            self.names = names_of(trainer)
+            self.portable = together(lambda: self._read(written, here))
+        self.folder = self.links.folder
+        together(lambda: self._link(written) if leads() else None)
 
-    def mend(self) -> None:
-        """Called once DeepSpeed has loaded: restore what its universal loader omits or shares."""
+    @property
+    def moves(self) -> bool:
+        """Whether `load` replaces the Trainer's own loading of weights and optimizer."""
+        return self.portable is not None
+
+    def _read(self, written: Sharding, here: Sharding) -> Portable:
+        portable = read_any(self.checkpoint, written, self.names)
+        if here.zero_stage and set(portable.keys) != ADAM:
+            raise RequestError(
+                f"--resume: {self.checkpoint} holds the optimizer states {', '.join(portable.keys) or 'none'}, but "
+                f"only Adam's ({', '.join(sorted(ADAM))}) can be moved into ZeRO's. Resume with {written}."
+            )
+        if not written.expert_ranks == here.expert_ranks == 1:
+            portable = regrouped(portable, self.names.spread or self.names.groups)
+        say_move(self.checkpoint, portable, written, here)
+        return portable
+
+    def _link(self, written: Sharding) -> None:
+        self.links.make(random_states=written.engine != "pipeline")
+        if written.engine == "pipeline":
+            _complete_state(self.folder, self.trainer)
+
+    def load(self) -> None:
+        """Load weights, optimizer and schedule. All ranks call it once, when the engine is built."""
         trainer, portable = self.trainer, self.portable
-        if portable is None:
-            return
-        put_buffers(trainer, portable)  # DeepSpeed loads only the weights (runtime/engine.py, _load_checkpoint)
-        if not self.is_universal:
-            return
-        outer = trainer.model_wrapped.optimizer
-        mend_optimizer(outer.optimizer, portable)
-        scaler = vars(outer.loss_scaler) if getattr(outer, "loss_scaler", None) is not None else {}
-        scaler.update({name: value for name, value in portable.loss_scale.items() if name in scaler})
-        # Later loads, such as the best checkpoint, are in DeepSpeed's normal format.
-        trainer.model_wrapped._config.load_universal_checkpoint = False
-        del trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"]
+        assert portable is not None
+        start = time.monotonic()
+        load_everything(trainer, trainer.spread.as_here(portable), self.names.filled)
+        engine, schedule = trainer.model_wrapped if trainer.is_deepspeed_enabled else None, portable.schedule
+        if engine is None or engine.lr_scheduler is None:
+            schedule = fit_schedule(load_pickle(self.folder / SCHEDULE), len(innermost(trainer.optimizer).param_groups))
+        trainer.lr_scheduler.load_state_dict(schedule)
+        if leads():
+            print(f"resume: moved in {time.monotonic() - start:.1f} s", flush=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Clean up: every rank has read all that it needs, including random states, before the first step."""
-        if self.folder == self.mover.folder:
-            self.portable, self.folder = None, self.mover.checkpoint
-            self.mover.clear()
+        if self.folder != self.checkpoint:
+            self.portable, self.folder = None, self.checkpoint
+            self._clear()
 
     on_train_end = on_step_end  # for a run that has no steps left
 
+    def _clear(self) -> None:
+        if leads():
+            self.links.clear()
+
+
+def say_move(checkpoint: Path, portable: Portable, written: Sharding, here: Sharding) -> None:
+    if leads():
+        print(
+            f"resume: {checkpoint.name} was written by {written}, this run has {here}: moving "
+            f"{len(portable.shapes)} weights with their optimizer states ({portable.bytes / 2**20:,.1f} MiB)",
+            flush=True,
+        )
+
 
 def load_best(trainer: Any, checkpoint: Path) -> bool:
-    """Load the best checkpoint's weights if another layout than this DeepSpeed run's wrote it; else return False."""
-    if not trainer.is_deepspeed_enabled or not checkpoint.is_dir():
+    """Load the best checkpoint's weights if another layout than this DeepSpeed or FSDP run's wrote it; else return
+    False."""
+    shards = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+    if not shards or trainer.args.save_only_model or not checkpoint.is_dir():
         return False
     written = sharding_of(checkpoint)
     if can_load_as_it_stands(written, here_of(trainer)):
         return False
-    portable = trainer.spread.as_here(read_any(checkpoint, written, names_of(trainer)))
-    for name, weight in trainer.model.named_parameters():
-        if name in portable.shapes:
-            with gathered(weight), torch.no_grad():
-                weight.copy_(portable.read(name, WEIGHT))
-    put_buffers(trainer, portable)
+    load_weights(trainer.model, trainer.spread.as_here(read_any(checkpoint, written, names_of(trainer))))
     return True
-
-
-def put_buffers(trainer: Any, portable: Portable) -> None:
-    for name, buffer in trainer.model.named_buffers():
-        if name in portable.buffers:
-            buffer.copy_(portable.buffers[name])
-
-
-def gathered(weight: Any) -> Any:
-    """Inside this context, a weight that ZeRO-3 shards is present in full, and changes to it persist."""
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters([weight], modifier_rank=0) if hasattr(weight, "ds_id") else nullcontext()
 
 
 def _complete_state(folder: Path, trainer: Any) -> None:
@@ -120,29 +129,6 @@ def _complete_state(folder: Path, trainer: Any) -> None:
             record["stateful_callbacks"].setdefault(type(callback).__name__, callback.state())
     path.unlink()  # a link to the checkpoint's file, which stays unchanged
     write_json(path, record)
-
-
-def mend_optimizer(optimizer: Any, portable: Portable) -> None:
-    """Restore the step counts and the groups' settings, which DeepSpeed 0.19.8 restores only for ZeRO-1 and 2.
-
-    For ZeRO-3 its loader assigns the same step tensor to all sub-groups, so torch's Adam counts every sub-group's
-    update as a step of all, and the first group's settings to all groups, so biases and norms would be decayed
-    (runtime/zero/stage3.py, load_hp_checkpoint_state_from_checkpoint_dir_stage3). The step must also have the type and
-    device that the optimizer expects, as with torch's `load_state_dict`: for torch a tensor, on the weights' device if
-    fused; for DeepSpeed a number, which is passed to its kernel.
-    """
-    is_torch = type(optimizer).__module__.startswith("torch.")
-    for weight, state in optimizer.state.items():
-        if portable.steps is None or not state:
-            continue
-        if is_torch:
-            on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-            device = weight.device if on_device else torch.device("cpu")
-            state["step"] = torch.tensor(portable.steps, dtype=torch.float32, device=device)
-        else:
-            state["step"] = int(portable.steps)
-    for own, written in zip(optimizer.param_groups, portable.groups, strict=True):
-        own.update({key: value for key, value in written.settings.items() if key in own})
 
 
 def here_of(trainer: Any) -> Sharding:
@@ -164,8 +150,20 @@ def names_of(trainer: Any) -> Names:
     groups = groups_of(choice, decays, trainer.args.weight_decay)
     first = {id(p): name for name, p in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
-    tied = {name: first[id(p)] for name, p in every if first[id(p)] != name}
-    return Names(groups, tied, trainer.spread.split_names(groups))
+    others = {name: first[id(p)] for name, p in every if first[id(p)] != name} | names_in_adapter(model)
+    return Names(groups, others, trainer.spread.split_names(groups))
+
+
+def names_in_adapter(model: Any) -> dict[str, str]:
+    """The model's names of the weights in an adapter's file, by those in the file."""
+    if not hasattr(model, "peft_config"):
+        return {}
+    from peft import get_peft_model_state_dict
+
+    stand_ins = {name: torch.empty(0, device="meta") for name, _ in model.named_parameters(remove_duplicate=False)}
+    name_of = {id(stand_in): name for name, stand_in in stand_ins.items()}
+    saved = get_peft_model_state_dict(model, stand_ins, save_embedding_layers=False)
+    return {in_file: name_of[id(stand_in)] for in_file, stand_in in saved.items()}
 
 
 def groups_of(choice: tuple[Any, dict[str, Any]], decays: Mapping[str, bool], decay: float) -> tuple[Group, ...]:
@@ -179,21 +177,14 @@ def groups_of(choice: tuple[Any, dict[str, Any]], decays: Mapping[str, bool], de
     )
 
 
-@contextmanager
-def loadable(checkpoint: Path, trainer: Any) -> Iterator[Path]:
-    """Yields a folder that a pipeline can load: the checkpoint itself or a converted one. All ranks must call it."""
-    here = Sharding("pipeline", trainer.launch.world_size)
-    mover = Mover(checkpoint, Path(trainer.args.output_dir), here, trainer.launch.rank)
-    mover.clear()
-    written = sharding_of(checkpoint)
+def read_for_pipeline(checkpoint: Path, trainer: Any) -> Portable | None:
+    """What another engine saved in `checkpoint`; None if a pipeline did. All ranks must call it."""
+    here, written = Sharding("pipeline", trainer.launch.world_size), sharding_of(checkpoint)
     if can_load_as_it_stands(written, here):
-        yield checkpoint
-        return
-    optimizer = type(trainer.checkpoints.states.optimizer).__name__
-    mover.move(written, names_in_pipeline(trainer), (trainer.global_batch_size, optimizer))
-    yield mover.folder
-    distributed.barrier()  # all ranks have read
-    mover.clear()
+        return None
+    portable = together(lambda: read_any(checkpoint, written, names_in_pipeline(trainer)))
+    say_move(checkpoint, portable, written, here)
+    return portable
 
 
 def names_in_pipeline(trainer: Any) -> Names:

@@ -69,12 +69,6 @@ def can_load_as_it_stands(written: Sharding, here: Sharding) -> bool:
     if written == here or written.engine == here.engine != "deepspeed":
         return True  # the Trainer, FSDP and the pipeline load their own checkpoints on any number of ranks
     for layout in (written, here):
-        if layout.engine == "fsdp":
-            raise RequestError(
-                f"--resume: the checkpoint was written by {written}, but this run has {here}. States cannot be moved "
-                "between FSDP and another engine. Resume with the engine that wrote it, or start a new run from its "
-                "weights with --model_name_or_path."
-            )
         if layout.offload == "nvme":
             raise RequestError(
                 f"--resume: the checkpoint was written by {written}, but this run has {here}. States on NVMe can only "
