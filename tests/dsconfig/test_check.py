@@ -171,6 +171,16 @@ def test_a_section_that_no_rule_knows_is_refused_by_name() -> None:
         assert "DS905" not in [placed.finding.code for placed in check(json.dumps(config), a_run()).found]
 
 
+def test_tensor_parallelism_is_refused_with_its_reason_and_what_to_use_in_its_place() -> None:
+    config = {"zero_optimization": {"stage": 1}, "gradient_clipping": 1.0, "tensor_parallel": {"autotp_size": 2}}
+    (found,) = [placed.finding for placed in check(json.dumps(config), a_run()).errors]
+    assert (found.code, found.path) == ("DS905", ("tensor_parallel",))
+    for said in ("read the same samples", "without an error", "the same size only", "ZeRO-3", "Delete it."):
+        assert said in found.message
+    other = check(json.dumps({**config, "tensor_parallel": {"autotp_size": 1}}), a_run())
+    assert other.errors == []
+
+
 def test_what_nobody_reads_is_a_warning_and_a_slip_an_error() -> None:
     config = {"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0, "comms_config": {}, "monitor_config": {}}
     assert [placed.is_error for placed in check(json.dumps(config), a_run()).found] == [False, False]

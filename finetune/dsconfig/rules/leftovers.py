@@ -110,6 +110,14 @@ ZENFLOW, SUPER_OFFLOAD = "zero_optimization.zenflow", "zero_optimization.offload
 # Checked in addition to the schema's sections that are not KNOWN.
 INSIDE = (ZENFLOW, SUPER_OFFLOAD, "checkpoint.load_universal", "checkpoint.writer", "sequence_parallel_size")
 SWITCHES = {"tensor_parallel": "autotp_size", "compile": "deepcompile"}
+WRONG_LOG = "the run's log would be wrong."
+# docs/long_context.md, Tensor parallelism; deepspeed 0.19.8, runtime/engine.py, _apply_autotp_partitioning (the guess
+# is module_inject/auto_tp.py, tp_parser) and runtime/state_dict_factory.py, merge_state_dict.
+WHY = {
+    "tensor_parallel": "ranks that share weights would have to read the same samples; DeepSpeed guesses how to divide "
+    "models without a tensor-parallel plan, and trains GPT-lite wrongly without an error; and its checkpoints load at "
+    "the same size only.",
+}
 INSTEAD = {
     "autotuning": "`finetune plan --autotune` tries layouts.",
     "checkpoint.load_universal": "--resume does it by itself, at any world size.",
@@ -131,7 +139,7 @@ def toolkit_does_it(config: Config, run: Context) -> Iterator[Finding]:
         if not _is_on(config.get(place), place):
             continue
         if run.engine == "recipe":
-            said = f"{place} is on, which this toolkit does not support: the run's log would be wrong."
+            said = f"{place} is on, which this toolkit does not support: {WHY.get(place, WRONG_LOG)}"
             yield error("DS905", place, f"{said} {INSTEAD.get(place, '')} Delete it.".replace("  ", " "))
         elif place in OF_OTHERS:
             yield warning("DS905", place, f"{place} {OF_OTHERS[place]}. Delete it when you are done.")
