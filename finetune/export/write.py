@@ -22,7 +22,7 @@ from finetune.errors import RequestError, RunError
 from finetune.export.weights import Weight, cast_of
 from finetune.run.choose import recipes
 from finetune.run.files import ADAPTER_CONFIG, GENERATION_CONFIG, LABELS, SENTENCE_FILES, UNFINISHED
-from finetune.safe_read import read_json_object
+from finetune.safe_read import read_bytes, read_json_object
 from finetune.safe_read.folders import check_model_folder
 from finetune.training.checkpoints.manifest import CHECKPOINT, MANIFEST
 from finetune.training.checkpoints.writing import flush
@@ -35,6 +35,7 @@ COMPANIONS = (
     "*.spm", "sentencepiece*.model", "chat_template.*", "preprocessor_config.json", "processor_config.json",
     LABELS, *SENTENCE_FILES,
 )  # fmt: skip
+RELATIVE = re.compile(r"^\s*from\s+\.(\w+)\s+import", re.MULTILINE)  # transformers, dynamic_module_utils.py
 READ_AND_WRITE = 0o666
 BASE = "base_model_name_or_path"
 
@@ -199,9 +200,12 @@ def _companions(source: Path) -> Iterable[Path]:
     found = {path for pattern in COMPANIONS for path in source.glob(pattern)}
     config = read_json_object(source / "config.json") if (source / "config.json").is_file() else {}
     named = config.get("auto_map")
-    for value in named.values() if isinstance(named, dict) else ():
-        module = str(value).partition(".")[0] + ".py"  # gptlite.GPTLiteForCausalLM
-        found.add(source / Path(module).name)
+    modules = [str(value).partition(".")[0] for value in named.values()] if isinstance(named, dict) else []
+    while modules:  # gptlite, of gptlite.GPTLiteForCausalLM; then gptlite_mlp, which it imports
+        path = source / Path(modules.pop() + ".py").name
+        if path not in found and path.is_file() and not path.is_symlink():
+            found.add(path)
+            modules += RELATIVE.findall(read_bytes(path, inside=source).decode(errors="replace"))
     return sorted(path for path in found if path.is_file() and not path.is_symlink())
 
 

@@ -5,12 +5,12 @@
 
 It saves, loads, generates with a key-value cache, checkpoints activations and takes any `attn_implementation`, like
 other transformers models. Importing this module registers it with the Auto classes.
-It keeps no causal mask as a buffer: scaled-dot-product and flash attention need none.
+It keeps no causal mask as a buffer: scaled-dot-product and flash attention need none. With `num_experts` it is a
+mixture of experts (gptlite_mlp.py, under `@use_experts_implementation`, for which transformers looks in this file).
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
 import torch
@@ -24,13 +24,16 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers import initialization as init
-from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+# Relative, so that saved folders include it (transformers, dynamic_module_utils.py, custom_object_save).
+from .gptlite_mlp import GPTLiteMixture, GPTLiteMLP, GPTLiteRouter, ResidualProjection, draw_mlp
 
 
 class GPTLiteConfig(PreTrainedConfig):
@@ -51,6 +54,10 @@ class GPTLiteConfig(PreTrainedConfig):
     layer_norm_epsilon: float = 1e-5
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
+    num_experts: int | None = None  # in each block; None: one MLP without a router
+    num_experts_per_tok: int = 2
+    output_router_logits: bool = False  # whether the routers' loss is added
+    router_aux_loss_coef: float = 0.01
     use_cache: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | None = None
@@ -79,12 +86,6 @@ def eager_attention(
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
-class ResidualProjection(nn.Linear):
-    """A Linear whose output is added to the residual stream; its initial weights are smaller. It is a class because
-    transformers 5.23 calls `_init_weights` only on modules that hold weights themselves, for models from outside the
-    library (modeling_utils.py, _initialize_weights)."""
-
-
 class GPTLiteAttention(nn.Module):
     def __init__(self, config: GPTLiteConfig, layer_idx: int) -> None:
         super().__init__()
@@ -106,18 +107,6 @@ class GPTLiteAttention(nn.Module):
         return self.out(mixed.reshape(*x.shape[:-1], -1))
 
 
-class GPTLiteMLP(nn.Module):
-    def __init__(self, config: GPTLiteConfig) -> None:
-        super().__init__()
-        inner = config.intermediate_size or 4 * config.hidden_size
-        self.up = nn.Linear(config.hidden_size, inner, bias=config.bias)
-        self.act = ACT2FN[config.hidden_act]
-        self.down = ResidualProjection(inner, config.hidden_size, bias=config.bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.act(self.up(x)))
-
-
 class GPTLiteBlock(GradientCheckpointingLayer):
     """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x))."""
 
@@ -126,7 +115,7 @@ class GPTLiteBlock(GradientCheckpointingLayer):
         self.norm_1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon, bias=config.bias)
         self.attention = GPTLiteAttention(config, layer_idx)
         self.norm_2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon, bias=config.bias)
-        self.mlp = GPTLiteMLP(config)
+        self.mlp = GPTLiteMixture(config) if config.num_experts else GPTLiteMLP(config)
         self.drop = nn.Dropout(config.dropout)
 
     def forward(
@@ -157,15 +146,13 @@ class GPTLitePreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+    _can_record_outputs: ClassVar = {"router_logits": OutputRecorder(GPTLiteRouter)}
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _init_weights(self, module: nn.Module) -> None:
-        """Normal with `initializer_range`; projections onto the residual stream are scaled by 1 / sqrt(2 x layers),
-        since each layer adds to it twice (GPT-2: Radford et al. 2019, section 2.3)."""
+        """Normal with `initializer_range`, and as `draw_mlp` says."""
         super()._init_weights(module)
-        if isinstance(module, ResidualProjection):
-            std = self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)
-            init.normal_(module.weight, mean=0.0, std=std)
+        draw_mlp(module, self.config)
 
 
 class GPTLiteModel(GPTLitePreTrainedModel):
@@ -185,6 +172,7 @@ class GPTLiteModel(GPTLitePreTrainedModel):
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.embeddings.tokens = value
 
+    @capture_outputs  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -194,7 +182,7 @@ class GPTLiteModel(GPTLitePreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
+    ) -> MoeModelOutputWithPast:
         """`input_ids` (B, T) or `inputs_embeds` (B, T, C) to `last_hidden_state` (B, T, C).
 
         Without `attention_mask`, `position_ids` (B, T) that restart at 0 within a row mark documents that do not
@@ -228,7 +216,7 @@ class GPTLiteModel(GPTLitePreTrainedModel):
         x = self.embeddings(x, position_ids)
         for block in self.blocks:
             x = block(x, mask, past_key_values=past_key_values, position_ids=position_ids, **kwargs)
-        return BaseModelOutputWithPast(self.norm(x), past_key_values if use_cache else None)
+        return MoeModelOutputWithPast(self.norm(x), past_key_values if use_cache else None)
 
 
 class GPTLiteForCausalLM(GPTLitePreTrainedModel, GenerationMixin):
@@ -241,6 +229,7 @@ class GPTLiteForCausalLM(GPTLitePreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.transformer = GPTLiteModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.router_aux_loss_coef = config.router_aux_loss_coef
         self.post_init()
 
     def forward(
@@ -254,10 +243,13 @@ class GPTLiteForCausalLM(GPTLitePreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         num_items_in_batch: torch.Tensor | int | None = None,
+        output_router_logits: bool | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> MoeCausalLMOutputWithPast:
         """`labels` (B, T) are the input ids, with -100 at positions to ignore; they are shifted here. Returns `logits`
         (B, T, vocabulary), or only those of the last `logits_to_keep` positions."""
+        config = self.config
+        routed = config.output_router_logits if output_router_logits is None else output_router_logits
         output = self.transformer(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -265,15 +257,22 @@ class GPTLiteForCausalLM(GPTLitePreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            output_router_logits=routed,
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept, :])
-        loss = None
+        loss = routers_loss = None
         if labels is not None:
-            size = self.config.vocab_size
+            size = config.vocab_size
             loss = self.loss_function(logits, labels, vocab_size=size, num_items_in_batch=num_items_in_batch, **kwargs)
-        return CausalLMOutputWithPast(loss, logits, output.past_key_values)
+        if routed and config.num_experts:
+            chosen = config.num_experts_per_tok
+            routers_loss = load_balancing_loss_func(output.router_logits, config.num_experts, chosen, attention_mask)
+            loss = None if loss is None else loss + self.router_aux_loss_coef * routers_loss
+        return MoeCausalLMOutputWithPast(
+            loss, routers_loss, logits, output.past_key_values, router_logits=output.router_logits
+        )
 
 
 class GPTLiteForSequenceClassification(GenericForSequenceClassification, GPTLitePreTrainedModel):

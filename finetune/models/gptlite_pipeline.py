@@ -23,6 +23,7 @@ from finetune.data.packing import IGNORED
 from finetune.errors import RequestError
 from finetune.models.causal import CausalSource
 from finetune.models.chunked_loss import LossHead, row_figures
+from finetune.models.experts import mixture_of, router_coefficient
 from finetune.models.gptlite import GPTLiteBlock, GPTLiteConfig, GPTLiteForCausalLM, GPTLitePreTrainedModel
 from finetune.models.pipeline import PipelineLayer, PipelineModel, draw_layer
 from finetune.run.flags.language import CausalModelArguments
@@ -182,12 +183,21 @@ def pipeline_layers(config: GPTLiteConfig, seed: int | None, late: LateHead | No
     ]
 
 
-def gptlite_pipeline(config: GPTLiteConfig, seed: int | None, chunk_tokens: int = 0) -> PipelineModel:
+def gptlite_pipeline(
+    config: GPTLiteConfig, seed: int | None, chunk_tokens: int = 0, router_aux_loss_coef: float | None = None
+) -> PipelineModel:
     """A GPT-lite for `finetune.training.pipeline`; see `pipeline_layers` for `seed`. The loss is computed on
-    `chunk_tokens` positions at a time, 0: on all."""
+    `chunk_tokens` positions at a time, 0: on all. Raises RequestError as `router_coefficient` does."""
     late = LateHead(chunk_tokens) if chunk_tokens else None
     with torch.device("meta"):
-        total = GPTLiteForCausalLM(config).num_parameters()
+        whole = GPTLiteForCausalLM(config)
+    router_weight = router_coefficient(whole, router_aux_loss_coef)
+    if router_weight and config.dropout:
+        raise RequestError(
+            f"--router_aux_loss_coef {router_weight:g}: a pipeline counts the load of experts without dropout, and "
+            f"this model has dropout {config.dropout:g}. Give --router_aux_loss_coef 0, or a model without dropout."
+        )
+    total = whole.num_parameters()
     looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     return PipelineModel(
         layers=pipeline_layers(config, seed, late),
@@ -199,6 +209,8 @@ def gptlite_pipeline(config: GPTLiteConfig, seed: int | None, chunk_tokens: int 
         multiplied_parameters=total - looked_up,
         config=config,
         save=partial(save_config, config),
+        mixture=mixture_of(whole),
+        router_weight=router_weight,
     )
 
 

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from finetune.models.experts import Mixture
+
 if TYPE_CHECKING:
     from deepspeed.pipe import LayerSpec  # importing DeepSpeed fixes its device, which `start` must set first
 
@@ -70,6 +72,8 @@ class PipelineModel:
     multiplied_parameters: int = 0  # parameters that multiply each token, for counting FLOPs; 0 if not counted
     config: Any = None  # the model class's config
     save: Callable[[Path], None] | None = None  # writes what `from_pretrained` needs beside the weights
+    mixture: Mixture | None = None  # the experts of the whole model; None for a model without
+    router_weight: float = 0.0  # of the routers' loss
 
 
 def layer_seed(seed: int, place: int) -> int:

@@ -147,6 +147,8 @@ def model_of(config: dict[str, Any], where: str = "the config", head: str | None
     if head not in (*family.heads, VECTORS):
         raise RequestError(f"{where}: the known heads of {kind} are {', '.join(family.heads)}, not {head}.")
     refuse_impossible(kind, sizes)
+    if kind == "gptlite" and sizes.maybe("num_experts"):
+        raise RequestError(f"{where}: a GPT-lite with num_experts is not planned yet. Plan --model_size moe-tiny.")
     layers = family.layers(sizes)
     if layers > MOST_LAYERS:
         raise RequestError(f"{where}: {layers:,} layers are more than {MOST_LAYERS:,}. Mistyped?")

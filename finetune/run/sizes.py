@@ -44,6 +44,10 @@ GPTLITE_SETTINGS: dict[str, Any] = {
     "layer_norm_epsilon": 1e-5,
     "initializer_range": 0.02,
     "tie_word_embeddings": False,
+    "num_experts": None,
+    "num_experts_per_tok": 2,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.01,
     "use_cache": True,
     "bos_token_id": None,
     "eos_token_id": None,
@@ -88,11 +92,7 @@ def causal_shape(size: str, overrides: str | None, said: str = "--config_overrid
     if size in GPTLITE_SIZES:
         return {"model_type": "gptlite", **gptlite_shape(size, overrides, said)}
     shape = _changed(MOE_SIZES[size], MOE_SIZES[size], overrides, said, "mixture of experts")
-    if shape["num_experts_per_tok"] > shape["num_experts"]:
-        raise RequestError(
-            f"{said} num_experts_per_tok={shape['num_experts_per_tok']}: there are {shape['num_experts']} experts. "
-            "Give at most as many."
-        )
+    _check_experts(shape, said)
     if shape["num_attention_heads"] % shape["num_key_value_heads"]:
         raise RequestError(
             f"{said} num_key_value_heads={shape['num_key_value_heads']}: must divide the "
@@ -113,7 +113,17 @@ def gptlite_shape(size: str, overrides: str | None, said: str = "--config_overri
             f"hidden_size {settled['hidden_size']} cannot be shared by {settled['num_attention_heads']} heads: "
             f"it must be a multiple of num_attention_heads. Change one with {said}."
         )
+    if settled["num_experts"] is not None:
+        _check_experts(settled, said)
     return shape
+
+
+def _check_experts(shape: dict[str, Any], said: str) -> None:
+    if shape["num_experts_per_tok"] > shape["num_experts"]:
+        raise RequestError(
+            f"{said} num_experts_per_tok={shape['num_experts_per_tok']}: there are {shape['num_experts']} experts. "
+            "Give at most as many."
+        )
 
 
 def _changed(

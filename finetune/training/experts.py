@@ -10,7 +10,7 @@ import torch
 
 from finetune.data.packing import REAL_TOKENS
 from finetune.errors import RequestError
-from finetune.models.experts import ASKED, EXPERTS, Experts, mixture_of, router_coefficient
+from finetune.models.experts import ASKED, EXPERTS, Experts, Mixture, mixture_of, router_coefficient
 from finetune.report.run_pictures import load_picture
 from finetune.report.shapes import WIDE
 from finetune.report.svg import write_png
@@ -51,13 +51,17 @@ def watch_experts(session: Session, base: Any, model: Any, weight: float) -> Non
             base.router_aux_loss_coef = 0.0  # otherwise the model adds a loss of its own to each micro-batch
         return
     setattr(model, EXPERTS, Experts(base, model, mixture, weight))
+    session.say(describe_mixture(session, base.config.get_text_config(), mixture, weight, base))
+
+
+def describe_mixture(session: Session, config: Any, mixture: Mixture, weight: float, base: Any = None) -> str:
+    """The line that a run says about its experts at the start. `base` is the model; None for a pipeline."""
     each = f"{mixture.experts} experts in each of {len(mixture.modules)} layers, {mixture.chosen} per token"
-    session.say(f"{each}; {_of_loss(session, base, weight)}")
+    return f"{each}; {_of_loss(session, config, weight, base)}"
 
 
-def _of_loss(session: Session, base: Any, weight: float) -> str:
-    config = base.config.get_text_config()
-    if not weight and not hasattr(base, "router_aux_loss_coef"):
+def _of_loss(session: Session, config: Any, weight: float, base: Any) -> str:
+    if not weight and base is not None and not hasattr(base, "router_aux_loss_coef"):
         return "no router loss: transformers has none for this model"
     if not weight and (session[ExpertArguments].router_aux_loss_coef is not None or getattr(config, ASKED, False)):
         return "no router loss: its weight is 0"
@@ -65,7 +69,7 @@ def _of_loss(session: Session, base: Any, weight: float) -> str:
         usual = getattr(config, "router_aux_loss_coef", None) or 0.001
         return f"no router loss, as {ASKED} is false in the model's config: --router_aux_loss_coef {usual:g} adds it"
     said = f"router loss of the global batch x {weight:g}"
-    if session.training.gradient_accumulation_steps > 1:
+    if session.training.gradient_accumulation_steps > 1 or base is None:
         said += (
             "; each step begins with a forward pass of its micro-batches without gradients, as the loss needs the load "
             "of all of them (a larger --per_device_train_batch_size without accumulation saves it)"

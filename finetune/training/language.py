@@ -15,6 +15,7 @@ from finetune.models.probes import check_document_mask, check_sequence_parallel
 from finetune.models.source import positions_of
 from finetune.models.tiled_mlp import choose_tiled_mlp, use_tiled_mlp
 from finetune.run.flags.adapter import AdapterArguments
+from finetune.run.flags.experts import ExpertArguments
 from finetune.run.flags.language import (
     BlockArguments,
     CausalModelArguments,
@@ -23,7 +24,7 @@ from finetune.run.flags.language import (
 from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.flags.sequence_parallel import SequenceParallelArguments
 from finetune.training.expert_parallel import section_for
-from finetune.training.experts import coefficient_for, watch_experts
+from finetune.training.experts import coefficient_for, describe_mixture, watch_experts
 from finetune.training.loss import settle_loss_scaling
 from finetune.training.pipeline.stages import check_cut
 from finetune.training.samples import check_sample
@@ -91,7 +92,11 @@ def language_pipeline(session: Session, source: CausalSource, data: Any) -> Pipe
     arguments = session[CausalModelArguments]
     config = settled_config(arguments, source, data.tokenizer)
     chunk = chunk_tokens_of(arguments.loss_chunk_tokens, config.vocab_size, session.training.device.type)
-    return gptlite_pipeline(config, None if source.pretrained else session.training.seed, chunk)
+    asked = session[ExpertArguments].router_aux_loss_coef
+    model = gptlite_pipeline(config, None if source.pretrained else session.training.seed, chunk, asked)
+    if model.mixture is not None:
+        session.say(describe_mixture(session, config, model.mixture, model.router_weight))
+    return model
 
 
 def _check(session: Session, source: CausalSource, data: Any) -> None:

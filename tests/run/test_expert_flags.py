@@ -53,8 +53,15 @@ def test_an_impossible_mixture_is_refused(overrides: str, said: str) -> None:
 def test_a_pipeline_refuses_a_mixture() -> None:
     with pytest.raises(RequestError, match=r"model_size is 'moe-tiny'.*only a GPT-lite runs as a pipeline"):
         check_scratch(run_of(*TINY, "--pipeline_parallel_size", "2", recipe=CAUSAL_LM_PIPELINE, ranks=2))
-    with pytest.raises(RequestError, match="router_aux_loss_coef"):
-        run_of("--router_aux_loss_coef", "0.1", recipe=CAUSAL_LM_PIPELINE)
+
+
+def test_a_gpt_lite_with_experts_runs_in_a_pipeline_and_is_not_planned_yet() -> None:
+    run = run_of("--config_overrides", "num_experts=4", "--router_aux_loss_coef", "0.1", recipe=CAUSAL_LM_PIPELINE)
+    assert causal_shape("tiny", run.value("config_overrides"))["num_experts"] == 4
+    with pytest.raises(RequestError, match="a GPT-lite with num_experts is not planned yet"):
+        job_of(run, find_machine("H100-80GB"))
+    with pytest.raises(RequestError, match="num_experts_per_tok=2: there are 1 experts"):
+        causal_shape("tiny", "num_experts=1")
 
 
 def test_a_mixture_from_scratch_is_planned_with_all_its_experts_and_a_loss_in_chunks() -> None:
@@ -93,7 +100,7 @@ def test_flags_that_spread_experts_do_not_go_with_are_refused(name: str) -> None
 def test_ranks_are_a_multiple_of_those_that_hold_all_experts() -> None:
     with pytest.raises(RequestError, match=r"has 3 ranks, which is not a multiple of 2.*launch with 4 ranks"):
         run_of(*TINY, *SPREAD, ranks=3)
-    with pytest.raises(RequestError, match="expert_parallel_size"):
+    with pytest.raises(RequestError, match="each stage of a pipeline holds all experts of its layers"):
         run_of(*SPREAD, recipe=CAUSAL_LM_PIPELINE, ranks=2)
 
 

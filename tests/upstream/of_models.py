@@ -18,6 +18,7 @@ OF_A_MODEL = (
     (MLP, "_supports_sdpa", "it has no attention, and the default is asked for", "_sdpa_can_dispatch"),
     (GPTLITE, "_supports_flex_attn", "attention goes through ALL_ATTENTION_FUNCTIONS", "_flex_attn_can_dispatch"),
     (GPTLITE, "_supports_attention_backend", "any attention function serves", "is_backend_compatible"),
+    (GPTLITE, "_can_record_outputs", "routers' logits are recorded", "__init__"),
     (GPTLITE, "_tied_weights_keys", "the head is the embedding", "get_expanded_tied_weights_keys"),
 )
 WRITTEN = ("models/causal.py", "models/probes.py")

@@ -41,7 +41,7 @@ class PipelineArguments:
         ),
         "sequence_parallel_size": "a pipeline's stages read whole texts. Use the recipe without a pipeline.",
         "tiled_mlp_num_shards": "a pipeline's MLPs are not tiled; more stages save memory. Drop it.",
-        "expert_parallel_size": "a pipeline's models have no experts. Use recipes/causal_lm.py.",
+        "expert_parallel_size": "each stage of a pipeline holds all experts of its layers. Use recipes/causal_lm.py.",
         "fsdp": "a pipeline already shards the model by layers. Drop it, or use the recipe without a pipeline.",
         "torch_compile": "DeepSpeed's pipeline engine does not compile its layers. Drop it.",
         "push_to_hub": f"a pipeline run does not push. Push its folder afterwards: {by_hand()}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from finetune.run.flags.common import RunArguments
+from finetune.run.flags.experts import ExpertArguments
 from finetune.run.flags.guards import GuardArguments
 from finetune.run.flags.language import BlockArguments, CausalModelArguments, CorpusArguments, SampleArguments
 from finetune.run.flags.pipeline import PipelineArguments
@@ -19,6 +20,7 @@ CAUSAL_LM_PIPELINE = Recipe(
         CausalModelArguments,
         CorpusArguments,
         BlockArguments,
+        ExpertArguments,
         SampleArguments,
         ProfileArguments,
         RunArguments,

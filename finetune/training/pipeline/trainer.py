@@ -35,6 +35,7 @@ from finetune.training.pipeline.batches import TrainingShard, loader
 from finetune.training.pipeline.checkpoint import Checkpoints
 from finetune.training.pipeline.engine import build_engine
 from finetune.training.pipeline.evaluation import StageLoss, evaluated, note_best
+from finetune.training.pipeline.experts import StageExperts
 from finetune.training.pipeline.resuming import alike, load_best, resume, save_checkpoint
 from finetune.training.pipeline.stages import Cut, build_module
 from finetune.training.pipeline.trace import Recorder, note_schedule
@@ -92,6 +93,7 @@ class PipelineTrainer(EvaluatesOnce):
         self.engine, self.optimizer, self.scheduler = built.engine, built.optimizer, built.scheduler
         self.grid, self.device = self.engine.grid, self.engine.device
         self.stage, self.pipeline = self.grid.get_stage_id(), self.grid.get_data_parallel_rank()
+        self.experts = StageExperts(self, {id(weight): name for name, weight in built.named.items()})
         self.checkpoints = Checkpoints(built, parts, model.save, processing_class, args.save_only_model)
         if weights is not None:
             self.checkpoints.load_weights(weights)
@@ -123,7 +125,7 @@ class PipelineTrainer(EvaluatesOnce):
         reports = [report() for report in get_reporting_integration_callbacks(self.args.report_to)]
         shown = display(self.args, self.compute_metrics)
         own = (self.speed, shown, self.running_loss, SavesLast(), self.saves.beside, self.stop, self.nan_guard)
-        return [DefaultFlowCallback(), *reports, *others, *filter(None, own)]
+        return [DefaultFlowCallback(), *reports, *others, self.experts, *filter(None, own)]
 
     @property
     def is_first(self) -> bool:
@@ -234,6 +236,7 @@ class PipelineTrainer(EvaluatesOnce):
             self.loss.count([labels for _, labels in pairs], self.grid.get_data_parallel_group(), self.device)
         if self.suspect:
             self.suspect.begin(some)
+        of_routers = self.experts.begin(some)
         self.loss.real_rows = None
         self._learning_rate = self.scheduler.get_last_lr()[0]  # this step's; the engine advances to the next one's
         # The step before the plotted one gives the stage times from which it is planned.
@@ -243,7 +246,7 @@ class PipelineTrainer(EvaluatesOnce):
             loss = self.engine.train_batch(None if pairs is None else iter(pairs))
         if records:
             note_schedule(self, recorder)
-        self.running_loss.add(loss.detach(), self.state.global_step, filters=False)
+        self.running_loss.add(loss.detach() + of_routers, self.state.global_step, filters=False)
         self._grad_norm = self.engine.get_global_grad_norm()
 
     def _log_evaluate_save(self) -> None:
@@ -254,6 +257,7 @@ class PipelineTrainer(EvaluatesOnce):
             if self._grad_norm is not None:
                 logs["grad_norm"] = float(self._grad_norm)
             logs |= {"learning_rate": self._learning_rate, **self.speed.window(self._sum_over_ranks)}
+            logs |= self.experts.window()
             logs |= self.nan_guard.window(state.global_step, logs["loss"]) if self.nan_guard else {}
             self.log(logs)
         if self.control.should_evaluate:
