@@ -43,6 +43,13 @@ CLASSIFIER = {
 SHAPE = "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,max_position_embeddings=32,dropout=0.1"
 LANGUAGE = {"config_overrides": SHAPE, "max_train_samples": 3, "sample_tokens": 4}
 PIPELINE = {**LANGUAGE, "schedule_step": 0, "learning_rate": 1e-2}
+MIXTURE = {
+    "model_size": "moe-tiny",
+    "config_overrides": "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,num_key_value_heads=2,head_dim=16,"
+    "moe_intermediate_size=32,max_position_embeddings=32,attention_dropout=0.1",
+    "max_train_samples": 3,
+    "sample_tokens": 4,
+}
 PICTURES = {
     "max_train_samples": STEPS_PER_EPOCH * GLOBAL_BATCH,
     "crop_padding": 1,
@@ -112,6 +119,8 @@ LAYOUTS = {
     "fsdp": classifier(2, fsdp=True),
     "pipeline": Run(PIPE, 2, {**PIPELINE, "pipeline_parallel_size": 2}, accumulation=4),
     "pipeline_2x2": Run(PIPE, 4, {**PIPELINE, "pipeline_parallel_size": 2}, accumulation=4),
+    "experts": Run(LM, 2, {**MIXTURE, "deepspeed": "zero2", "expert_parallel_size": 2}),
+    "experts_2x2": Run(LM, 4, {**MIXTURE, "deepspeed": "zero1", "expert_parallel_size": 2}),
 }
 # Other sources of trouble: other recipes, data orders, precisions, compressed gradients.
 VARIETIES = {

@@ -126,7 +126,7 @@ def plan_of(asked: argparse.Namespace) -> Outcome:
     price = asked.price_per_gpu_hour
     cost = None if price is None else cost_of(found, price, planned.value("max_steps"))
     one_more = one_more_of(found) if asked.one_more_gpu else None
-    return Outcome(found, config, [*notes, *more, *notes_of(found.job)], limits, answer, cost, one_more)
+    return Outcome(found, config, [*notes, *more, *notes_of(found)], limits, answer, cost, one_more)
 
 
 def layouts_of(outcome: Outcome) -> Found | None:
@@ -283,7 +283,7 @@ def _layout(one: Candidate) -> dict[str, Any]:
 
 def _job(job: Job) -> dict[str, Any]:
     names = ("engine", "world_size", "ranks_per_node", "stages", "micro_batch", "tokens", "accumulation", "precision",
-             "checkpoint_interval", "attention", "loss_chunk_tokens", "sequence_parallel_size",
+             "checkpoint_interval", "attention", "loss_chunk_tokens", "sequence_parallel_size", "expert_parallel_size",
              "tiled_mlp_num_shards", "device", "global_batch")  # fmt: skip
     return {
         "model": job.model.family,

@@ -19,16 +19,19 @@ from finetune.plan.model import model_of
 from finetune.plan.named import find_model_config
 from finetune.plan.search import TRAINER_ALONE, laid_out, shipped
 from finetune.run.files import STATE_FILE
+from finetune.run.sizes import MOE_SIZES, MOE_TYPE
 
 RANKS = 2
 TINY = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 32}
+MIXTURE = {**MOE_SIZES["moe-tiny"], **TINY, "model_type": MOE_TYPE, "num_key_value_heads": 2, "vocab_size": 256}
 ZERO_PLUS = {"zero_hpz_partition_size": 1, "zero_quantized_weights": False, "zero_quantized_gradients": False}
 
 
 @dataclass(frozen=True)
 class Trial:
     """A run of `layout`, a shipped config; `zero` overrides keys of its zero_optimization section. `needs` is "",
-    "gpu", or "pair": two GPUs if the machine has any. `ops` are the compiled DeepSpeed ops that it uses."""
+    "gpu", or "pair": two GPUs if the machine has any. `ops` are the compiled DeepSpeed ops that it uses. With `group`,
+    the name of a flag, a pair of ranks shares the texts or the experts of a mixture."""
 
     name: str
     layout: str
@@ -38,6 +41,7 @@ class Trial:
     ops: tuple[str, ...] = ()
     zero: dict[str, Any] | None = None
     resumes: bool = False
+    group: str = ""
 
 
 def run_trials() -> Iterator[Result]:
@@ -67,7 +71,7 @@ def planned(trial: Trial) -> tuple[Job, dict[str, Any] | None]:
     ranks = min(RANKS, gpus or RANKS)
     job = laid_out(
         Job(
-            model_of(find_model_config("gptlite-tiny") | TINY),
+            model_of(MIXTURE if trial.group else find_model_config("gptlite-tiny") | TINY),
             world_size=ranks,
             ranks_per_node=ranks,
             micro_batch=2,
@@ -82,7 +86,8 @@ def planned(trial: Trial) -> tuple[Job, dict[str, Any] | None]:
         return job, None
     config = shipped(trial.layout)
     config["zero_optimization"] = {**config["zero_optimization"], **(trial.zero or {})}  # type: ignore[dict-item]
-    return replace(job, stages=ranks if trial.layout == "pipeline" else 1), config
+    grouped: dict[str, Any] = {trial.group: RANKS} if trial.group else {}
+    return replace(job, stages=ranks if trial.layout == "pipeline" else 1, **grouped), config
 
 
 def resumed(job: Job, config: dict[str, Any] | None) -> str | None:
@@ -133,6 +138,8 @@ TRIALS = (
     Trial("CPU offload", "zero3_offload", BUILD, ops=ON_CPU),
     Trial("NVMe offload", "zero3_nvme", BUILD, ops=ON_DISK),
     Trial("pipeline", "pipeline", STEP, needs="pair"),
+    Trial("sequence parallelism", "zero3", STEP, needs="pair", group="sequence_parallel_size"),
+    Trial("expert parallelism", "zero2", STEP, needs="pair", group="expert_parallel_size"),
     Trial("ZeRO++ hpZ", "zeropp", STEP, needs="pair", zero=ZERO_PLUS | {"zero_hpz_partition_size": 2}),
     Trial("ZeRO++ qwZ", "zeropp", BUILD, needs="gpu", zero=ZERO_PLUS | {"zero_quantized_weights": True}),
     Trial("ZeRO++ qgZ", "zeropp", BUILD, needs="gpu", zero=ZERO_PLUS | {"zero_quantized_gradients": True}),

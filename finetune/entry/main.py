@@ -73,12 +73,10 @@ def _looks_ahead() -> Sequence[Callable[[Run], None]]:
     """Checks that read files, from modules that do so without importing torch."""
     from finetune.data.first_look import look_at_columns
     from finetune.run.decoders import look_at_model
-    from finetune.run.flags.expert_parallel import look_at_experts
-    from finetune.run.flags.sequence_parallel import look_at_heads
     from finetune.training.checkpoints.flags_of_before import look_at_flags
     from finetune.training.hub import check_hub
 
-    return look_at_model, look_at_heads, look_at_experts, look_at_columns, look_at_flags, check_hub
+    return look_at_model, look_at_columns, look_at_flags, check_hub
 
 
 SILENT_RANK_WAITS_SECONDS = 20.0

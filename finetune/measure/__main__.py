@@ -84,7 +84,7 @@ def _pipeline(session: Session, config: dict[str, Any], data: Samples, watch: Wa
 def _write(session: Session, trial: TrialArguments, watch: Watch) -> None:
     figures = {
         "between_steps_bytes": watch.between_steps[-1],
-        "step_peaks_bytes": watch.step_peaks[-1],
+        "step_peaks_bytes": watch.settled_peaks,
         "seconds": watch.seconds,
         "bounds": watch.bounds,
         "at_peak": watch.at_peak[:SHOWN_TENSORS],

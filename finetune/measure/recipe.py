@@ -7,6 +7,7 @@ from typing import Any
 
 from finetune.run.flag import AT_LEAST_ONE, NOT_NEGATIVE
 from finetune.run.flags.common import RunArguments
+from finetune.run.flags.experts import ExpertArguments
 from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.flags.sequence_parallel import SequenceParallelArguments
 from finetune.run.recipe import PIPELINE, TRAINER, Recipe
@@ -44,7 +45,7 @@ class TrialArguments:
 
 TRIAL = Recipe(
     name="trial",
-    groups=(TrialArguments, SequenceParallelArguments, RunArguments),
+    groups=(TrialArguments, SequenceParallelArguments, ExpertArguments, RunArguments),
     pipeline_groups=(PipelineArguments,),
     engines=(TRAINER, PIPELINE),
     defaults={**SHORT_RUN, "output_dir": "runs/trial"},

@@ -65,7 +65,10 @@ def measure(job: Job, config: dict[str, Any] | None, folder: Path, steps: int = 
 
 def arguments(job: Job, config: dict[str, Any] | None, folder: Path, steps: int, **more: object) -> list[str]:
     """The command line of `finetune.measure`; writes the files that it names into `folder`."""
-    (folder / "model.json").write_text(json.dumps(job.model.sizes.config))
+    model = job.model.sizes.config
+    if job.expert_parallel_size > 1:  # spread experts hand no logits to the model's own router loss, which is no plan's
+        model = {**model, "output_router_logits": False}
+    (folder / "model.json").write_text(json.dumps(model))
     flags: dict[str, Any] = {
         "model_config": folder / "model.json",
         "result_dir": folder,
@@ -87,10 +90,8 @@ def arguments(job: Job, config: dict[str, Any] | None, folder: Path, steps: int,
         flags["activation_checkpoint_interval"] = job.checkpoint_interval
     if job.engine == FSDP:
         flags["fsdp"] = True
-    if job.sequence_parallel_size > 1:
-        flags["sequence_parallel_size"] = job.sequence_parallel_size
-    if job.tiled_mlp_num_shards:
-        flags["tiled_mlp_num_shards"] = job.tiled_mlp_num_shards
+    grouped = {"sequence_parallel_size": 1, "expert_parallel_size": 1, "tiled_mlp_num_shards": 0}
+    flags |= {name: getattr(job, name) for name, usual in grouped.items() if getattr(job, name) != usual}
     if job.model.lora is not None:
         flags["adapter"] = json.dumps(_adapter(job.model.lora, job.dtype))
     if job.engine == PIPELINE:

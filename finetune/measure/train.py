@@ -25,6 +25,7 @@ def train(session: Session, model: Any, data: Any, watch: Watch, *others: Traine
         data_collator=default_data_collator,
         callbacks=[watch, *others],
         sequence_parallel_size=session.run.sequence_parallel_size,
+        expert_parallel_size=session.run.expert_parallel_size,
     )
     watch.follow(model)
     trainer.train(resume_from_checkpoint=session.checkpoint)

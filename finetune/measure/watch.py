@@ -29,6 +29,12 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.begun = 0.0
         self.bounds: list[int] = []  # of a pipeline's stages
 
+    @property
+    def settled_peaks(self) -> dict[str, int]:
+        """The bytes at the peak of each phase, the least of the observed steps but the first: the threads of gloo may
+        release what they have sent a moment late (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, runLoop)."""
+        return {phase: min(step.get(phase, 0) for step in self.step_peaks[1:]) for phase in self.step_peaks[-1]}
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.prepare(state)
         self.begin()

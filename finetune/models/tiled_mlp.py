@@ -78,6 +78,14 @@ def _tiled(module: nn.Module, plain: Any, shards: int) -> Any:
         length, weights = x.shape[1], list(module.parameters())
         if missing := -length % shards:
             x = nn.functional.pad(x, (0, 0, 0, missing))
-        return TiledMLP.apply(lambda _, part: plain(part), module, x, shards, weights)[:, :length]
+        # The backward pass is outside of torch.autocast, but computes each part again: as the forward pass did.
+        kind = x.device.type
+        precision = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+
+        def of_part(_: Any, part: torch.Tensor) -> Any:
+            with precision:
+                return plain(part)
+
+        return TiledMLP.apply(of_part, module, x, shards, weights)[:, :length]
 
     return forward

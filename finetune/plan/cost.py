@@ -43,9 +43,9 @@ def cost_of(found: Plan, price_per_gpu_hour: float, steps: int | None) -> Cost:
 
 def one_more_of(found: Plan) -> Plan:
     """The same layout and micro-batch with one more GPU, or with the fewest that the layout can add: one per stage for
-    a pipeline, a group that shares weights for ZeRO++, or texts."""
+    a pipeline, a group that shares weights for ZeRO++, texts, or experts."""
     job = found.job
-    fewest = job.stages if job.engine == PIPELINE else max(job.zero.hpz_ranks, job.sequence_parallel_size)
+    fewest = job.stages if job.engine == PIPELINE else max(job.zero.hpz_ranks, job.group)
     ranks = job.world_size + fewest
     has_room = job.world_size <= job.ranks_per_node and ranks <= found.machine.ranks_per_node
     one = replace(job, world_size=ranks, ranks_per_node=ranks if has_room else job.ranks_per_node)

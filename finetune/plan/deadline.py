@@ -10,7 +10,7 @@ from finetune.plan.largest import Answer
 from finetune.plan.machine import Machine
 from finetune.plan.search import MOST_RANKS, NOT_EVERYWHERE, Candidate, Limits, search
 from finetune.plan.seconds import plan_seconds
-from finetune.plan.write import flags_of
+from finetune.plan.write import flags_of, shared_by
 
 
 def smallest_cluster(job: Job, machine: Machine, limits: Limits, steps: int | None, hours: float) -> Answer:
@@ -26,7 +26,7 @@ def smallest_cluster(job: Job, machine: Machine, limits: Limits, steps: int | No
     best_speed = max(machine.peak_flops.values()) / (step.model_flops / step.samples)  # per rank: no plan is faster
     divisors = (n for n in range(1, min(batch, MOST_RANKS) + 1) if batch % n == 0)
     counts = (n * job.sequence_parallel_size for n in divisors)
-    numbers = [n for n in counts if n <= per_node or not n % per_node]
+    numbers = [n for n in counts if (n <= per_node or not n % per_node) and not n % job.group]
     for ranks in numbers:
         if ranks * best_speed >= least_speed:
             one = replace(job, world_size=ranks, ranks_per_node=min(ranks, per_node))
@@ -34,7 +34,7 @@ def smallest_cluster(job: Job, machine: Machine, limits: Limits, steps: int | No
             for best in tried[-1] or ():
                 if best.samples_per_second >= least_speed:
                     takes = steps * batch / best.samples_per_second / 3600
-                    flags = flags_of(best.plan.job, best.layout, limits.has_disk, job.sequence_parallel_size > 1)
+                    flags = flags_of(best.plan.job, best.layout, limits.has_disk, shared_by(job))
                     return Answer("deadline", ((ranks, best),), smaller, flags, takes)
         smaller = ranks
     if tried and all(one is None for one in tried):

@@ -102,15 +102,21 @@ class SharedTape(Tape):
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What a rank puts into exchanges: `sizes` in bytes, of each in a micro-batch's forward pass; `back` those of its
-    backward pass and of recomputation."""
+    """What a rank sends in exchanges, or receives if that is more: `sizes` in bytes, of each in a micro-batch's forward
+    pass; `back` those of its backward pass and of recomputation."""
 
     sizes: tuple[int, ...]
     back: tuple[int, ...]
 
 
 def exchanges_of(tape: Tape) -> Exchanged | None:
-    """None if no ranks share a text. The positions, gathered beside each attention, are too few to count."""
-    made = [(op.inputs[0].bytes, part.recomputed) for part in tape.segments for op in part.ops if op.name == ALL_TO_ALL]
+    """None if no ranks share texts or experts. Positions, gathered beside each attention, and numbers of tokens, sent
+    before these, are too few to count."""
+    made = [
+        (max(op.inputs[0].bytes, op.outputs[0].bytes), part.recomputed)
+        for part in tape.segments
+        for op in part.ops
+        if op.name == ALL_TO_ALL
+    ]
     again = (size for size, is_again in made if is_again)
     return Exchanged(tuple(size for size, _ in made), (*(size for size, _ in made), *again)) if made else None

@@ -17,7 +17,7 @@ from finetune.plan.machine import Machine
 from finetune.plan.model import Model, in_4bit, read_config, with_lora
 from finetune.plan.optimizers import optimizer_of
 from finetune.plan.run_model import is_adapter, lora_of, model_of_run
-from finetune.plan.shared_texts import check_shared, of_long_texts, with_deepspeed
+from finetune.plan.shared_texts import check_shared, of_groups, with_deepspeed
 from finetune.plan.zero import read_zero
 from finetune.run.engine import (
     context_of,
@@ -102,7 +102,7 @@ def job_of(
         dtype=base_dtype(run, flags["bf16"]),
         saves_beside_from=_saves_beside_from(run),
         merges_adapter=bool(lora and run.value("merge_adapter")),
-        **of_long_texts(run),
+        **of_groups(run),
         **_teacher(run, flags["bf16"], params_per_layer, notes),
         **({"eval_batch": eval_batch_of(run)} | _preferences(run, model, flags["bf16"], notes)),
     )
@@ -191,8 +191,6 @@ def _check_numbers(run: Run, params_per_layer: int | None) -> None:
 
 def _check_engine(run: Run, model: Model) -> None:
     """Raises RequestError for what cannot be planned."""
-    if run.expert_parallel_size > 1:
-        raise RequestError(f"{run.said('expert_parallel_size')}: expert parallelism is not planned yet. Drop it.")
     if run.value("fsdp") or fsdp_by_accelerate(run):
         _check_fsdp(run, model)
     if run.stages is not None and model.family not in LISTED:

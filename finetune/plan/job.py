@@ -6,6 +6,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from finetune.plan.apart import held_by_rank
 from finetune.plan.forward import build_tape
 from finetune.plan.forward.listed import LISTED
 from finetune.plan.forward.parts import Batch, Part
@@ -57,6 +58,8 @@ class Job:
     texts: int = 1
     baseline: bool = False
     sequence_parallel_size: int = 1  # ranks that share each text
+    expert_parallel_size: int = 1  # ranks that hold the experts of each layer together
+    expert_load: float = 1.0  # tokens for the experts of the rank that is planned, relative to the mean of its group
     checkpoints_on_host: bool = False  # with `checkpoint_interval`: what recomputed layers save lies on the host
     tiled_mlp_num_shards: int = 0  # parts of the tokens on which each MLP is computed in turn; 0: it is not tiled
 
@@ -69,6 +72,17 @@ class Job:
     def readers(self) -> int:
         """Ranks, or groups of ranks that share texts, that read different samples."""
         return self.data_parallel_size // self.sequence_parallel_size
+
+    @property
+    def group(self) -> int:
+        """Neighbors that share texts or experts."""
+        return max(self.sequence_parallel_size, self.expert_parallel_size)
+
+    @property
+    def held(self) -> Model:
+        """The model as one rank holds it: with its part of the experts."""
+        size = self.expert_parallel_size
+        return held_by_rank(self.model, size) if size > 1 else self.model
 
     @property
     def global_batch(self) -> int:
@@ -84,7 +98,7 @@ class Job:
     def batch(self) -> Batch:
         rows = self.micro_batch * (1 if self.baseline else self.texts)
         sharing = self.sequence_parallel_size
-        return Batch(rows, self.tokens // sharing, self.image_size, self.targets, sharing)
+        return Batch(rows, self.tokens // sharing, self.image_size, self.targets, sharing, self.expert_load)
 
     @property
     def uses_autocast(self) -> bool:
@@ -138,7 +152,7 @@ class Job:
 
 def tape_of(job: Job, part: Part | None = None) -> Tape:
     """A micro-batch of one rank, or of the pipeline stage with the layers `part`."""
-    made = _tape(job.model, job.batch, job.numbers, job.checkpoint_interval, part, job.loss_chunk_tokens)
+    made = _tape(job.held, job.batch, job.numbers, job.checkpoint_interval, part, job.loss_chunk_tokens)
     return offloading(tiled(made, job.tiled_mlp_num_shards), job.checkpoints_on_host)
 
 

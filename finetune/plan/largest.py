@@ -16,7 +16,8 @@ from finetune.plan.machine import Machine
 from finetune.plan.memory import RankMemory, plan_memory
 from finetune.plan.plan import Plan, host_of_node, kinds_of_rank, plan, usable_bytes
 from finetune.plan.search import Candidate, Limits, bases, laid_out
-from finetune.plan.write import flags_of
+from finetune.plan.write import flags_of, shared_by
+from finetune.run.flags.groups import GROUPS
 
 ABOVE = 2  # sizes to try above the boundary found: a model with more parameters can need less memory
 AS_ASKED = "as asked"
@@ -62,9 +63,9 @@ def most_that_fits(
         )
     found.sort(key=lambda one: (-one[0], -one[1].samples_per_second))
     index, best = found[0]
-    one, shares = best.plan.job, job_at(sizes[0]).sequence_parallel_size > 1
+    one, shared = best.plan.job, shared_by(job_at(sizes[0]))
     asked = ("", True) if limits is None else (best.layout, limits.has_disk)
-    flags = flags_of(one, *asked, shares)
+    flags = flags_of(one, *asked, shared)
     flags += f" --per_device_eval_batch_size {best.plan.job.eval_batch}" if best.plan.job.eval_batch else ""
     flags += f" --{flag} {sizes[index]}" if flag else ""
     beyond = sizes[index + 1] if index + 1 < len(sizes) else None
@@ -80,7 +81,7 @@ def _layouts(job: Job, machine: Machine, limits: Limits | None) -> Iterator[tupl
 
 
 def _laid(layout: str, base: Job, job: Job) -> Job:
-    changes = {name: getattr(base, name) for name in ("checkpoint_interval", "sequence_parallel_size")}
+    changes = {name: getattr(base, name) for name in ("checkpoint_interval", *GROUPS)}
     return replace(laid_out(job, layout), **changes)
 
 

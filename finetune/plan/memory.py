@@ -73,7 +73,7 @@ def plan_memory(job: Job, machine: Machine, rank: int = 0, bounds: Sequence[int]
         layout = _layout(job, tensors, 0, host)
     else:
         tape = tape_of(job)
-        layout = _layout(job, job.model.tensors, rank, host)
+        layout = _layout(job, job.held.tensors, rank, host)
     if isinstance(layout, (Zero3, Fsdp)):
         layout.trace(tape)
     layout.hold(device)
@@ -88,7 +88,7 @@ def plan_memory(job: Job, machine: Machine, rank: int = 0, bounds: Sequence[int]
         device.take(BUFFERS, sum(buffer.bytes for buffer in job.teacher.buffers) if job.reference else 0)
     if job.engine == PIPELINE:
         device.take(PIPE, _pipe_bytes(job, rank))
-    if buffers := sum(buffer.bytes for buffer in job.model.buffers):
+    if buffers := sum(buffer.bytes for buffer in job.held.buffers):
         device.take(BUFFERS, buffers)
     if job.device != "cpu":
         # torch's handle pool gives the backward pass's thread its own cuBLAS workspace
@@ -153,7 +153,12 @@ def _save(job: Job, layout: Resident, device: Ledger, tied: set[Tensor]) -> int:
     if isinstance(layout, Zero3):
         largest = max(sum(layout.elements[name] for name in names) for names in layout.modules.values())
         device.passing(GATHERED, 2 * largest * layout.weights.bytes_each, "the largest module")
-    return _saved_bytes(job, layout.weights, tied, isinstance(layout, Zero3)) if layout.rank == 0 else 0
+    weights = layout.weights
+    if job.expert_parallel_size > 1:  # finetune/training/expert_parallel.py, whole: gathered, and joined
+        largest = max(tensor.elements * tensor.holders for tensor in weights.tensors if tensor.holders > 1)
+        device.passing(GATHERED, 2 * largest * weights.bytes_each, "the largest tensor of experts")
+        weights = replace(weights, tensors=job.model.tensors)
+    return _saved_bytes(job, weights, tied, isinstance(layout, Zero3)) if layout.rank == 0 else 0
 
 
 def _saved_bytes(job: Job, weights: Weights, tied: set[Tensor], gathers: bool) -> int:

@@ -57,6 +57,7 @@ class Tensor:
     layer: int | None = None
     trains: bool = True
     is_packed: bool = False  # in 4 bits
+    holders: int = 1  # ranks that hold as many other experts each, where this is a rank's part of a layer's
 
     @property
     def elements(self) -> int:

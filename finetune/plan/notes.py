@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from finetune.dsconfig.rules.zero import reduce_buckets
 from finetune.plan.job import DEEPSPEED, PIPELINE, TRAINER, Job
+from finetune.plan.plan import Plan, plan
 from finetune.plan.values import FP32_BYTES
 from finetune.plan.zero import Zero
 
 MUCH = 0.1  # buckets of more than 1 / MUCH times the weights are reported
+UNEVEN = 2.0  # times the mean: the load of a rank's experts that a note assumes
 FEW_MICRO_BATCHES = 4  # per stage; with fewer, a fifth of a pipeline idles
 
 
-def notes(job: Job) -> list[str]:
-    return [*_zero3(job), *_buckets(job), *_pipeline(job), *_quantized(job), *_disk(job)]
+def notes(found: Plan) -> list[str]:
+    job = found.job
+    return [*_zero3(job), *_buckets(job), *_pipeline(job), *_quantized(job), *_disk(job), *_uneven(found)]
+
+
+def _uneven(found: Plan) -> Iterator[str]:
+    """What it costs if the experts of one rank get more tokens than those of others."""
+    if found.job.expert_parallel_size > 1:
+        more = plan(replace(found.job, expert_load=UNEVEN), found.machine)
+        yield (
+            f"experts are counted as evenly loaded. If those of one rank get {UNEVEN:g} times the mean of their group "
+            f"in each layer, it needs {more.peak_bytes / 2**30:,.2f} GiB, and all ranks wait for it: a step takes "
+            f"{more.seconds.total / found.seconds.total:.2f} times as long."
+        )
 
 
 def _zero3(job: Job) -> Iterator[str]:

@@ -33,6 +33,7 @@ MOST_RANKS = 4096  # the limit of curves and of proposed numbers of ranks
 SHOWN = 12  # of the fastest, besides the fastest of each layout
 TRAINER_ALONE = "none"
 NOT_SHARED = (TRAINER_ALONE, "zeropp", "pipeline")  # layouts without shared texts and tiled MLPs
+SPREAD = ("zero1", "zero2")  # layouts with spread experts
 NOT_EVERYWHERE = (
     "pipeline is for GPT-lites, zeropp for several nodes of GPUs, and some models cannot be sharded by ZeRO-3"
 )
@@ -82,8 +83,8 @@ class Candidate:
             parts.append("checkpointing")
         if job.stages > 1:
             parts.append(f"{job.stages} stages")
-        if job.sequence_parallel_size > 1:
-            parts.append(f"{job.sequence_parallel_size} ranks per text")
+        if job.group > 1:
+            parts.append(f"{job.group} ranks per {'text' if job.sequence_parallel_size > 1 else 'set of experts'}")
         return ", ".join(parts)
 
 
@@ -158,19 +159,21 @@ def _precisions(job: Job, machine: Machine, limits: Limits) -> list[str]:
 def _leaders(fitting: list[tuple[float, str, Job]]) -> Iterator[tuple[str, Job]]:
     layouts = set()
     for index, (_, layout, job) in enumerate(fitting):
-        kind = layout, job.sequence_parallel_size
+        kind = layout, job.group
         if index < SHOWN or kind not in layouts:
             yield layout, job
         layouts.add(kind)
 
 
 def bases(job: Job, machine: Machine, limits: Limits) -> Iterator[tuple[str, Job]]:
-    """Each combination of layout, checkpointing and number of stages to search, as a job. If ranks are to share texts,
-    each layout also without that, for comparison."""
-    if (sharing := job.sequence_parallel_size) > 1:
-        yield from bases(replace(job, sequence_parallel_size=1), machine, limits)
+    """Each combination of layout, checkpointing and number of stages to search, as a job. If ranks are to share texts
+    or experts, each layout also without that, for comparison."""
+    if job.group > 1:
+        yield from bases(replace(job, sequence_parallel_size=1, expert_parallel_size=1), machine, limits)
     for layout in limits.layouts:
-        if (sharing > 1 or job.tiled_mlp_num_shards) and layout in NOT_SHARED:
+        if (job.sequence_parallel_size > 1 or job.tiled_mlp_num_shards) and layout in NOT_SHARED:
+            continue
+        if job.expert_parallel_size > 1 and layout not in SPREAD:
             continue
         if layout == "zeropp" and (machine.device == "cpu" or job.world_size <= job.ranks_per_node):
             continue  # on one node it is the same as zero3

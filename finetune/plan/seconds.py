@@ -99,7 +99,7 @@ def plan_seconds(job: Job, machine: Machine) -> StepSeconds:
     if job.engine == PIPELINE:
         return _pipeline(job, machine)
     segments = _segments(job, machine)
-    traffic, update = _ending(job, machine, Weights(job.model.tensors, job.weight_bytes))
+    traffic, update = _ending(job, machine, Weights(job.held.tensors, job.weight_bytes))
     forward, backward, again = (
         sum((getattr(segment, part) for segment in segments), NOTHING) for part in ("forward", "backward", "again")
     )
@@ -136,9 +136,9 @@ def plan_seconds(job: Job, machine: Machine) -> StepSeconds:
 
 
 def _exchange(job: Job, machine: Machine) -> float:
-    """Seconds in which the ranks that share a text trade tokens for heads and back, in a micro-batch. Attention waits
-    for it. Neighbouring ranks share a text."""
-    found, ranks = exchanges_of(_tape(job)), job.sequence_parallel_size
+    """Seconds in which neighbors that share a text trade tokens for heads and back, or those that share experts send
+    each other tokens, in a micro-batch. Attention and experts wait for it."""
+    found, ranks = exchanges_of(_tape(job)), job.group
     if found is None:
         return 0.0
     group = Group(ranks, min(job.ranks_per_node, ranks))

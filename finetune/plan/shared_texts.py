@@ -1,19 +1,24 @@
-"""Runs of long texts: ranks that share them (--sequence_parallel_size), tiles, and checkpoints on the host."""
+"""Runs whose ranks share texts (--sequence_parallel_size) or experts (--expert_parallel_size), and what makes room for
+long texts: tiles, and checkpoints on the host."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from finetune.errors import RequestError
+from finetune.plan.apart import PLANNED
 from finetune.plan.exchange import exchanges_of
 from finetune.plan.job import Job, tape_of
 from finetune.plan.values import TILED_MLP
 from finetune.run.engine import deepspeed_config_of
 from finetune.run.facts import check_offloaded, checkpoints_on_host
+from finetune.run.flags.expert_parallel import check_experts
+from finetune.run.flags.groups import is_on
 from finetune.run.flags.sequence_parallel import check_heads
 from finetune.run.run import Run
 
-ASSUMED = "zero3"  # the layout of a run that names none
+# Flags that need DeepSpeed, and the layout of a run with one that names none.
+ASSUMED = {"sequence_parallel_size": "zero3", "expert_parallel_size": "zero2", "tiled_mlp_num_shards": "zero3"}
 
 
 def with_deepspeed(run: Run, device: str, notes: list[str]) -> Run:
@@ -21,28 +26,36 @@ def with_deepspeed(run: Run, device: str, notes: list[str]) -> Run:
     for what needs a GPU."""
     if device == "cpu":
         check_offloaded(run)
-    is_shared = run.sequence_parallel_size > 1
-    if not (is_shared or run.value("tiled_mlp_num_shards")) or deepspeed_config_of(run):
+    name = next((name for name in ASSUMED if is_on(run, name)), None)
+    if name is None or deepspeed_config_of(run):
         return run
-    flag = "--sequence_parallel_size" if is_shared else "--tiled_mlp_num_shards"
-    notes.append(f"{flag} needs DeepSpeed, and none is named: planned with --deepspeed {ASSUMED}")
-    return run.settled(flag, deepspeed=ASSUMED)
+    layout = ASSUMED[name]
+    notes.append(f"--{name} needs DeepSpeed, and none is named: planned with --deepspeed {layout}")
+    return run.settled(f"--{name}", deepspeed=layout)
 
 
-def of_long_texts(run: Run) -> dict[str, Any]:
+def of_groups(run: Run) -> dict[str, Any]:
     """Fields of the job."""
     return {
         "sequence_parallel_size": run.sequence_parallel_size,
+        "expert_parallel_size": run.expert_parallel_size,
         "tiled_mlp_num_shards": run.value("tiled_mlp_num_shards") or 0,
         "checkpoints_on_host": checkpoints_on_host(run),
     }
 
 
 def check_shared(run: Run, job: Job) -> None:
-    """Raises RequestError for a text that ranks cannot share, or whose attention is not planned, and for MLPs that a
-    run does not compute in tiles (finetune.models.tiled_mlp)."""
+    """Raises RequestError for texts or experts that ranks cannot share, or whose attention or model is not planned, and
+    for MLPs that a run does not compute in tiles (finetune.models.tiled_mlp)."""
     if job.tiled_mlp_num_shards:
         _check_tiles(run, job)
+    if job.expert_parallel_size > 1:
+        check_experts(job.model.sizes.config.get, job.expert_parallel_size)
+        if job.model.family not in PLANNED:
+            raise RequestError(
+                f"{run.said('expert_parallel_size')}: it is planned for {' and '.join(PLANNED)} only, and this is a "
+                f"{job.model.family}. Drop it; ZeRO-3 shards experts like any weight, and is planned."
+            )
     size, said = job.sequence_parallel_size, run.said("sequence_parallel_size")
     if size == 1:
         return

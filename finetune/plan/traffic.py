@@ -84,6 +84,8 @@ class Network:
         self.job, self.machine, self.kernels, self.weights = job, machine, kernels, weights
         self.zero, self.ranks, self.size = job.zero, job.data_parallel_size, weights.bytes_each
         self.group = Group(self.ranks, min(job.ranks_per_node, self.ranks))
+        between = job.expert_parallel_size  # ranks that hold the same experts are so far apart
+        self.of_experts = Group(self.ranks // between, max(self.group.ranks_per_node // between, 1))
         self.count, self.gradients = len(weights.trained), weights.trained_elements * self.size
 
     def sent(
@@ -127,16 +129,24 @@ class Network:
 
     def zero12(self) -> Traffic:
         """stage_1_and_2.py: gradients are copied into buckets (reduce_independent_p_g_buckets_and_remove_grads), each
-        of which is divided, flattened and reduced over all ranks (allreduce_bucket); this rank's part is copied out.
-        After the optimizer, flat groups are gathered. ZeRO-1 reduces in the last micro-batch only."""
-        buckets = math.ceil(self.weights.trained_elements / self.zero.reduce_bucket_size)
-        boundary = self.sent(all_reduce, self.gradients, buckets)
+        of which is divided, flattened and reduced over all ranks, experts that are spread over those that hold the same
+        (allreduce_bucket); this rank's part is copied out. After the optimizer, flat groups are gathered. ZeRO-1
+        reduces in the last micro-batch only."""
+        apart = sum(tensor.elements for tensor in self.weights.trained if tensor.holders > 1)
+        boundary = self.reduced(self.weights.trained_elements - apart) + self.reduced(apart, self.of_experts)
         moved = (6 + 2 / self.ranks) * self.gradients
         boundary += self.copied(moved, (1 + 1 / self.ranks) * self.count, ZERO12_PARAMETER * self.count)
         boundary += self.to_host(self.zero.offload_optimizer != "none")
         each = boundary + self.added(self.ranks) if self.zero.stage == 2 else self.added()
-        step = self.sent(all_gather, self.gradients, len(self.weights.groups()))
+        groups = len(self.weights.groups()) - bool(apart)
+        step = self.sent(all_gather, self.gradients - apart * self.size, groups)
+        step += self.sent(all_gather, apart * self.size, bool(apart), self.of_experts)
         return Traffic(STILL, each, boundary, step, self.is_overlapping(self.zero.overlap_comm))
+
+    def reduced(self, elements: int, group: Group | None = None) -> Flow:
+        """Gradients in buckets."""
+        buckets = math.ceil(elements / self.zero.reduce_bucket_size)
+        return self.sent(all_reduce, elements * self.size, buckets, group)
 
     # Shards
 

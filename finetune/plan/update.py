@@ -36,7 +36,7 @@ def update_of(job: Job, machine: Machine, kernels: Kernels, weights: Weights) ->
         shards = [math.prod(piece(t.shape, ranks)) if job.engine == FSDP else t.elements for t in weights.trained]
         launches = rule.operators * (1 + each * (count - 1)) + 2 * each * count
         return Update(kernels.moved((rule.moved + CLIP_BYTES) * sum(shards), launches))
-    owned = weights.trained_elements / ranks
+    owned = sum(tensor.elements * tensor.holders for tensor in weights.trained) / ranks
     norms = count if job.zero.stage == 3 else count / ranks
     work = kernels.moved(NORM_BYTES * owned, 3 * norms)
     if job.zero.offload_optimizer != "none":

@@ -9,6 +9,7 @@ from finetune.errors import plain
 from finetune.plan.search import slower_by
 from finetune.report.plan_words import (
     SHARING,
+    SPREADING,
     fills_host,
     headline,
     in_order,
@@ -158,17 +159,17 @@ def layout_table(plan: Plan, found: Found) -> Table:
         rows.append((
             str(place), one.name, str(job.micro_batch), str(job.accumulation),
             "yes" if job.checkpoint_interval else "no",
-            str(job.stages), str(job.sequence_parallel_size), gib(peak), f"{peak / plan.limit_bytes:.0%}",
+            str(job.stages), str(job.sequence_parallel_size), str(job.expert_parallel_size),
+            gib(peak), f"{peak / plan.limit_bytes:.0%}",
             f"{job.global_batch / one.samples_per_second:.4g}",
             number(one.samples_per_second), f"{one.samples_per_second / best.samples_per_second:.2f}x",
             _why(best, one),
         ))  # fmt: skip
-    columns = ("#", LAYOUT, MICRO, ACCUMULATION, CHECKPOINTING, STAGES, SHARING, PEAK, OF_LIMIT, STEP,
+    columns = ("#", LAYOUT, MICRO, ACCUMULATION, CHECKPOINTING, STAGES, SHARING, SPREADING, PEAK, OF_LIMIT, STEP,
                RATE, RELATIVE, WHY)  # fmt: skip
     title = f"Layouts that fit into {gib(plan.limit_bytes)} GiB per rank, fastest first"
     table = Table(title, columns, tuple(rows), expendable=(OF_LIMIT, WHY, STEP), texts=(LAYOUT, WHY), folding=(WHY,))
-    usual = {ACCUMULATION: "1", CHECKPOINTING: "no", STAGES: "1", SHARING: "1"}
-    return table.without([name for name, said in usual.items() if {row[columns.index(name)] for row in rows} == {said}])
+    return table.unusual({ACCUMULATION: "1", CHECKPOINTING: "no", STAGES: "1", SHARING: "1", SPREADING: "1"})
 
 
 def _why(best: Candidate, other: Candidate) -> str:

@@ -72,6 +72,7 @@ def headline(plan: Plan) -> str:
     batch += f", accumulation {job.accumulation}" if job.accumulation > 1 else ""
     more = f", {job.stages} stages" if job.stages > 1 else ""
     more += f", {job.sequence_parallel_size} of them per text" if job.sequence_parallel_size > 1 else ""
+    more += f", experts over {job.expert_parallel_size} of them" if job.expert_parallel_size > 1 else ""
     more += ", activation checkpointing" if job.checkpoint_interval else ""
     samples = "sample" if job.global_batch == 1 else "samples"
     ranks = "1 rank" if job.world_size == 1 else f"{job.world_size:,} ranks"
@@ -124,7 +125,7 @@ def moment_words(moment: Moment) -> str:
     return plain(f"{moment.phase}, {moment.where}" if moment.where else moment.phase)
 
 
-SHARING = "SP"  # ranks per text
+SHARING, SPREADING = "SP", "EP"  # ranks per text, and per set of experts
 # By question: the answer; the next size, which fails; and what to print if there is none.
 WORDS = {
     "longest": ("The longest block that fits: {} tokens", "{} do not fit", "The model reads no more than that"),
@@ -148,10 +149,9 @@ def show_answer(answer: Answer | None, lines: list[str], console: Console | None
         console.print(line, style=None if line.startswith(" ") else "bold", markup=False, highlight=False, emoji=False)
     if answer is not None and len(answer.options) > 1:
         rows = tuple((_said(size), *_cells(one)) for size, one in answer.options)
-        columns = ("largest", "layout", "ckpt", SHARING, "peak GiB", "host GiB per node", "speed")
+        columns = ("largest", "layout", "ckpt", SHARING, SPREADING, "peak GiB", "host GiB per node", "speed")
         table = Table("By layout", columns, rows, texts=("layout",))
-        is_shared = any(one.plan.job.sequence_parallel_size > 1 for _, one in answer.options)
-        print_table(console, (table if is_shared else table.without([SHARING])).fitted(console.width))
+        print_table(console, table.unusual({SHARING: "1", SPREADING: "1"}).fitted(console.width))
     if lines:
         console.print()
 
@@ -173,7 +173,7 @@ def _cells(one: Candidate) -> tuple[str, ...]:
     said = f"{number(speed * job.sample_tokens)} tokens/s" if is_text else f"{number(speed)} samples/s"
     ckpt = "yes" if job.checkpoint_interval else "no"
     held = gib(one.plan.peak_bytes), gib(one.plan.host_bytes)
-    return one.name, ckpt, str(job.sequence_parallel_size), *held, said
+    return one.name, ckpt, str(job.sequence_parallel_size), str(job.expert_parallel_size), *held, said
 
 
 def _said(size: int | str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,11 @@ class Table:
         kept = [index for index, name in enumerate(self.columns) if name not in gone]
         rows = tuple(tuple(row[index] for index in kept) for row in self.rows)
         return dataclasses.replace(self, columns=tuple(self.columns[index] for index in kept), rows=rows)
+
+    def unusual(self, usual: Mapping[str, str]) -> Table:
+        """Without the columns that have their usual value in every row."""
+        said = dict(zip(self.columns, map(set, zip(*self.rows, strict=True)), strict=True))
+        return self.without(name for name, value in usual.items() if said[name] == {value})
 
     def fitted(self, width: int) -> Table:
         gone: list[str] = []

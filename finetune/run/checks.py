@@ -13,11 +13,11 @@ from finetune.run.conflicts import conflicts, missing
 from finetune.run.engine import deepspeed_by_accelerate
 from finetune.run.facts import check_scratch
 from finetune.run.flags.compression import check_comm_hook
-from finetune.run.flags.expert_parallel import expert_faults, expert_faults_here
+from finetune.run.flags.expert_parallel import expert_faults, expert_faults_here, look_at_experts
 from finetune.run.flags.guards import guard_faults
 from finetune.run.flags.pipeline import pipeline_faults
 from finetune.run.flags.profiling import check_profile
-from finetune.run.flags.sequence_parallel import sequence_faults, sequence_faults_here
+from finetune.run.flags.sequence_parallel import look_at_heads, sequence_faults, sequence_faults_here
 from finetune.run.launch import meeting_faults
 from finetune.run.optimizer import missing_package
 from finetune.run.output_dir import missing_checkpoint
@@ -77,6 +77,7 @@ def found_wrong(run: Run, is_here: bool) -> Iterator[str]:
     yield from guard_faults(run)
     yield from sequence_faults(run)
     yield from expert_faults(run)
+    yield from raised_by(lambda: look_at_heads(run), lambda: look_at_experts(run))
 
 
 def found_wrong_here(run: Run, deepspeed: str | None) -> Iterator[str]:

@@ -29,20 +29,16 @@ from finetune.training.reshard.portable import Group, Portable
 
 
 class ExpertParallel:
-    """Expert parallelism of one trainer; groups of `size` ranks hold all experts, and a size of 1 changes nothing."""
+    """Expert parallelism of one trainer; groups of `size` ranks hold all experts."""
 
     def __init__(self, size: int, trainer: Any) -> None:
         self.size, self.trainer = size, trainer
-        if size > 1:
-            trainer.accelerator.state.deepspeed_plugin.deepspeed_config["expert_parallel"] = section_for(
-                trainer.model.config, size
-            )
-            self.names = frozenset(expert_weights(trainer.model))
+        config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+        config["expert_parallel"] = section_for(trainer.model.config, size)
+        self.names = frozenset(expert_weights(trainer.model))
 
     def split_groups(self, optimizer: Any) -> None:
         """Give experts groups of their own. Call it before the engine is built; it replaces the weights."""
-        if self.size == 1:
-            return
         experts = {id(p) for name, p in self.trainer.model.named_parameters() if name in self.names}
         for group in list(optimizer.param_groups):
             apart = [p for p in group["params"] if id(p) in experts]
@@ -50,10 +46,8 @@ class ExpertParallel:
                 group["params"] = [p for p in group["params"] if id(p) not in experts]
                 optimizer.add_param_group({**group, "params": apart, "name": f"ep_size_{self.size}", "moe": True})
 
-    def split_names(self, groups: tuple[Group, ...]) -> tuple[Group, ...] | None:
-        """The names in an optimizer's groups after `split_groups`; None if that changes nothing."""
-        if self.size == 1:
-            return None
+    def split_names(self, groups: tuple[Group, ...]) -> tuple[Group, ...]:
+        """The names in an optimizer's groups after `split_groups`."""
         rest = [Group(tuple(n for n in one.names if n not in self.names), one.settings) for one in groups]
         apart = [Group(tuple(n for n in one.names if n in self.names), one.settings) for one in groups]
         return (*rest, *(one for one in apart if one.names))
@@ -61,8 +55,6 @@ class ExpertParallel:
     def whole(self, weights: dict[str, Any]) -> dict[str, Any]:
         """`weights` of the engine's model with the experts of all ranks, under the model's own names. Every rank must
         call it; only those that save get all of them."""
-        if self.size == 1:
-            return weights
         layer = next(layers_of(self.trainer.accelerator.unwrap_model(self.trainer.model)))[1]
 
         def gathered(own: torch.Tensor) -> torch.Tensor:
@@ -76,8 +68,6 @@ class ExpertParallel:
 
     def as_here(self, portable: Portable) -> Portable:
         """A checkpoint's weights by the names in this rank's engine, with its own experts only."""
-        if self.size == 1:
-            return portable
         layers, place = as_layers(portable), self.trainer.args.process_index % self.size
 
         def read(name: str, key: str) -> torch.Tensor:

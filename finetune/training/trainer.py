@@ -76,7 +76,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.sequence = SequenceParallel(sequence_parallel_size, self.args, self.accelerator)
-        self.spread = ExpertParallel(expert_parallel_size, self)
+        self.spread = ExpertParallel(expert_parallel_size, self) if expert_parallel_size > 1 else None
         self.guards = guards or GuardArguments(hang_timeout=0.0, on_nan="off", stop_grace=0.0, async_save="off")
         self.data_files, self.began = UnchangedFiles(()), 0.0
         self.progress: Callable[[], None] = lambda: None  # called when a batch is done
@@ -159,7 +159,8 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
     def create_optimizer(self, model: Any = None) -> Any:
         is_new = self.optimizer is None  # the Trainer calls it more than once
         optimizer = super().create_optimizer(model)
-        self.spread.split_groups(optimizer)
+        if self.spread:
+            self.spread.split_groups(optimizer)
         if is_new and self.clips_itself:
             optimizer.register_step_pre_hook(self._clip)
         return optimizer
@@ -194,8 +195,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
                 f"lengths are of {len(self.lengths)} samples, but the training set has {len(dataset)}: it was packed "
                 "or filtered after they were measured. Leave them out, or measure the final training set."
             )
-        args = self.args
-        seed = args.data_seed if args.data_seed is not None else args.seed
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         sampler = sampler_of(dataset, self.global_batch_size, seed, self.lengths)
         self.add_callback(Epochs(sampler, dataset))
         self.sampler = sampler
@@ -235,7 +235,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
     @property
     def needs_all_ranks(self) -> bool:
         """Whether a forward pass is collective: under ZeRO-3, FSDP and expert parallelism."""
-        return bool(self.is_fsdp_enabled or is_deepspeed_zero3_enabled() or self.spread.size > 1)
+        return bool(self.is_fsdp_enabled or is_deepspeed_zero3_enabled() or self.spread)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Like the Trainer's, but float labels keep their precision: under DeepSpeed with bf16 or fp16 every float is

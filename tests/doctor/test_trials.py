@@ -55,6 +55,7 @@ def test_a_trial_is_a_run_of_its_layout(trial: trials.Trial) -> None:
     assert job.zero.stage == section.get("stage", 0)
     assert section.items() >= (trial.zero or {}).items()
     assert job.stages == (job.world_size if trial.layout == "pipeline" else 1)
+    assert job.group == (trials.RANKS if trial.group else 1)
 
 
 def test_trials_that_fail_are_named_with_their_mend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -345,6 +345,9 @@ ZERO: list[Case] = [
        {**FOUR, "expert_parallel_size": 2}) for rate, severity in (("auto", None), (5e-5, E))),
     ("DS509", E, zero(2, **ADAM_OFF), {**FOUR, "expert_parallel_size": 2}),
     ("DS509", None, zero(2, **ADAM_OFF), FOUR),
+    *(("DS509", severity, {**zero(stage), "bf16": {"enabled": "auto"}, "data_types": {"grad_accum_dtype": kind}},
+       {**FOUR, **asked(bf16=bf16), "expert_parallel_size": 2}) for stage, kind, bf16, severity in (
+        (1, "fp32", True, E), (1, "fp32", False, None), (1, "bf16", True, None), (2, "fp32", True, None))),
 ]  # fmt: skip
 
 OFFLOAD: list[Case] = [

@@ -58,6 +58,26 @@ def test_loss_and_gradients_are_those_of_whole_mlps(make: Any, rows: int, tokens
     assert all(marks)  # DeepSpeed would wait for the others for good
 
 
+@pytest.mark.parametrize("make", [lite, lambda: model_of("llama")], ids=["gptlite", "llama"])
+def test_under_autocast_parts_are_computed_again_in_its_precision(make: Any) -> None:
+    """Weights are in fp32 and products in bf16, also where the backward pass, outside of autocast, repeats them."""
+    torch.manual_seed(0)
+    model = make()
+    plain = model.forward
+
+    def in_half(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return plain(*args, **kwargs)
+
+    model.forward = in_half
+    loss, whole = trained(model, 2, 12)
+    use_tiled_mlp(model, 4)
+    again, tiled = trained(model, 2, 12)
+    assert again == pytest.approx(loss, rel=1e-6)
+    for name, gradient in whole.items():
+        assert (tiled[name] - gradient).norm() <= 0.02 * gradient.norm(), name  # sums over parts round in bf16
+
+
 def of_type(kind: str, **sizes: Any) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
 

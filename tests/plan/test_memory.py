@@ -84,8 +84,8 @@ def test_zero3_does_not_shard_the_deep_mlp() -> None:
     weights = 4 * deep.model.parameters
     assert found.resident["gathered parameters"] == pytest.approx(weights, rel=0.01)
     assert alone.resident["gathered parameters"] == pytest.approx(weights, rel=0.01)
-    assert any("does not shard" in note and "100,000" in note for note in notes(deep))
-    assert not any("does not shard" in note for note in notes(wide))
+    assert any("does not shard" in note and "100,000" in note for note in notes(plan(deep, V100)))
+    assert not any("does not shard" in note for note in notes(plan(wide, V100)))
     low = replace(deep, zero=replace(deep.zero, persistence_threshold=1000))
     assert plan_memory(low, V100).resident["gathered parameters"] < 0.01 * weights
 

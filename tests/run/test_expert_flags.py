@@ -129,9 +129,17 @@ def test_ranks_share_experts_evenly(argv: tuple[str, ...], said: str) -> None:
         spread.check_experts({"num_local_experts": 8, "router_jitter_noise": 0.1}.get, 2)
 
 
-def test_spread_experts_are_not_planned_yet() -> None:
-    with pytest.raises(RequestError, match="expert parallelism is not planned yet"):
-        job_of(run_of(*TINY, *SPREAD, ranks=2), find_machine("H100-80GB"))
+def test_a_plan_refuses_experts_that_a_run_could_not_spread() -> None:
+    """Models other than the planned ones, too: gpt-oss is not spread, and OLMoE is, but only traced."""
+    for words, said in (
+        ((*TINY, "--config_overrides", "num_experts=5"), "does not divide the model's 5 experts"),
+        ((*TINY, "--deepspeed", "zero3"), "DS509"),
+        ((*TINY, "--deepspeed", "zero2_offload"), "DS509"),
+        (("--model_name_or_path", "gpt-oss-20b"), "planned for mixtral and qwen3_moe only"),
+        (("--model_name_or_path", "Llama-3.2-1B"), "the model has no experts"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            job_of(run_of(*SPREAD, *words, ranks=2), find_machine("H100-80GB"))
 
 
 def test_the_loss_is_only_for_training_and_not_negative() -> None:

@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from finetune.export.source import read_source
+from finetune.training.checkpoints.manifest import problems
 
 sys.path.append(str(REPO / "tests/generation"))
 from tiny_models import GROUPED, tokenizer
@@ -241,6 +242,14 @@ def test_a_rank_whose_experts_get_no_token_trains_on(config: str, home: Path, tr
     assert run.column("experts_idle") == [0.75] * 3
 
 
+def not_opened(final: Path, checkpoint: Path) -> list[str]:
+    """Weights of a final model, whose file names each expert, that do not open as they are in a checkpoint."""
+    model, found = AutoModelForCausalLM.from_pretrained(final, output_loading_info=True)
+    assert (set(found["missing_keys"]), set(found["unexpected_keys"])) == (set(), set())
+    there = load_file(checkpoint / "model.safetensors")
+    return [name for name, weight in model.state_dict().items() if not torch.equal(weight, there[name])]
+
+
 @pytest.mark.parametrize("config", gate_has("zero2", ["zero1", "zero2"]))
 def test_spread_experts_go_on_bit_equal_and_at_another_layout(
     config: str, trained: Callable[..., Finished], tmp_path: Path
@@ -271,6 +280,42 @@ def test_spread_experts_go_on_bit_equal_and_at_another_layout(
             assert run.column(figure)[-2:] == pytest.approx(truth.column(figure)[-2:], rel=1e-5), (name, figure)
         if name == "again":
             assert different_weights(run.folder, whole.folder) == []
+    assert problems(whole.folder / "checkpoint-2", hashes=True) == []
+    assert not_opened(whole.folder, whole.folder / "checkpoint-4") == []
+
+
+SPREAD_OVER_TWO = {"expert_parallel_size": 2, "deepspeed": "zero2", "per_device_train_batch_size": 2}
+SHARDED = {"deepspeed": "zero3", "per_device_train_batch_size": 2}
+ALONE = {"deepspeed": "none", "per_device_train_batch_size": GLOBAL_BATCH}
+
+
+@pytest.mark.nightly
+def test_the_best_checkpoint_of_spread_experts_is_the_final_model_at_any_layout(
+    trained: Callable[..., Finished], tmp_path: Path
+) -> None:
+    """The best is the first: the highest loss counts."""
+    saves = {**PACKED, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "do_eval": True}
+    saves |= {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    saves |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+    whole, alone = trained(2, **SPREAD_OVER_TWO, **saves), trained(**ALONE, **saves)
+    layouts = {"again": (whole, 2, SPREAD_OVER_TWO), "alone": (whole, 1, ALONE), "sharded": (whole, 2, SHARDED)}
+    layouts["spread"] = alone, 2, SPREAD_OVER_TWO
+    assert not_opened(whole.folder, whole.folder / "checkpoint-2") == []
+    assert not_opened(whole.folder, whole.folder / "checkpoint-4") != []
+    for name, (first, ranks, layout) in layouts.items():
+        folder = shutil.copytree(first.folder, tmp_path / name)
+        shutil.rmtree(folder / "checkpoint-4")
+        run = trained(ranks, folder=folder, resume="auto", **saves, **layout)
+        assert "going on from checkpoint-2" in run.output
+        assert not_opened(run.folder, folder / "checkpoint-2") == [], name
+
+
+@pytest.mark.nightly
+def test_spread_experts_train_in_bf16_as_whole_ones_do(trained: Callable[..., Finished]) -> None:
+    layout = {"per_device_train_batch_size": 2, "deepspeed": "zero2", "bf16": True}
+    whole, spread = (trained(2, **layout, **ONE_A_BLOCK, expert_parallel_size=size) for size in (1, 2))
+    for figure in ("loss", "grad_norm", "router_loss"):
+        assert spread.column(figure) == pytest.approx(whole.column(figure), rel=0.01), figure
 
 
 def test_a_run_that_ends_before_its_first_log_shows_the_load_all_the_same(tmp_path: Path) -> None:

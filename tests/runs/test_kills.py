@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("built_ops")]
         ("zero2", 5, 2),
         ("pipeline", 5, 3),
         ("image_cls", 4, 4),
+        ("experts", 4, 5),
     ],
 )
 def test_a_run_that_is_killed_again_and_again_loses_nothing(name: str, kills: int, seed: int, tmp_path: Path) -> None:
@@ -31,7 +32,7 @@ def test_a_run_that_is_killed_again_and_again_loses_nothing(name: str, kills: in
 
 
 @pytest.mark.parametrize(
-    ("name", "kills", "seed"), [("ddp", 4, 5), ("zero2", 4, 6), ("zero3", 4, 7), ("pipeline", 4, 8)]
+    ("name", "kills", "seed"), [("ddp", 4, 5), ("zero2", 4, 6), ("zero3", 4, 7), ("pipeline", 4, 8), ("experts", 4, 9)]
 )
 def test_so_does_one_whose_checkpoints_are_written_beside_the_training(
     name: str, kills: int, seed: int, tmp_path: Path

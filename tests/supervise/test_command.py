@@ -13,7 +13,7 @@ from finetune.supervise.command import read_command
 ELASTIC = "torchrun --nnodes 1:4 --nproc_per_node 8"
 RECIPE = "recipes/seq_cls.py --output_dir runs/mine"
 PIPELINE = "recipes/causal_lm_pipeline.py --pipeline_parallel_size 2"
-SPREAD = "recipes/causal_lm.py --expert_parallel_size 2 --deepspeed zero2"
+SPREAD = "recipes/causal_lm.py --expert_parallel_size 2 --model_size moe-tiny --deepspeed zero2"
 SHIPPED = REPO / "recipes" / "launch"
 
 

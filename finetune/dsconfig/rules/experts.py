@@ -29,6 +29,11 @@ def experts_can_be_spread(config: Config, run: Context) -> Iterator[Finding]:
         if config.offload(what) != "none":
             place = f"zero_optimization.{what}"
             yield error("DS509", place, f"{said}, which is untested with offload. Delete {what}, or drop the flag.")
+    in_bf16 = config.is_on("bf16.enabled") or (config.is_auto("bf16.enabled") and run.arguments.get("bf16"))
+    place = "data_types.grad_accum_dtype"
+    if config.stage == 1 and in_bf16 and config.get(place) in ("fp32", "float32"):
+        why = "DeepSpeed then trains bf16 under ZeRO-1 by BF16_Optimizer, which is untested with spread experts"
+        yield error("DS509", place, f"{said}, but {place} is {config.get(place)}: {why}. Delete it, or set stage to 2.")
     if config.has("optimizer") and not is_left_to_the_trainer(config.section("optimizer")):
         why = "experts need a group of their own in the optimizer, which the Trainer makes"
         yield error("DS509", "optimizer", f"{said}, but the optimizer is DeepSpeed's: {why}. Delete the section.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from finetune.plan.apart import ROUTER
 from finetune.plan.model import Tensor
 from finetune.plan.optimizers import Optimizer
 from finetune.plan.program import TEMPORARY
@@ -48,14 +49,18 @@ class Weights:
 
     def groups(self) -> list[list[Tensor]]:
         """The Trainer's parameter groups, with and without weight decay (transformers 5.23,
-        Trainer.get_decay_parameter_names). Here the number of dimensions tells biases and norms from the rest."""
-        decayed = [tensor for tensor in self.trained if len(tensor.shape) > 1]
+        Trainer.get_decay_parameter_names). Here the number of dimensions tells biases and norms from the rest. Experts
+        that are spread over ranks are a group of their own, and their routers come last (deepspeed 0.19.8,
+        runtime/engine.py, _remap_param_groups_after_module_replacement)."""
+        decayed = [tensor for tensor in self.trained if len(tensor.shape) > 1 and tensor.holders == 1]
+        decayed.sort(key=lambda tensor: tensor.name.endswith(ROUTER))
         rest = [tensor for tensor in self.trained if len(tensor.shape) <= 1]
-        return [group for group in (decayed, rest) if group]
+        spread = [tensor for tensor in self.trained if tensor.holders > 1]
+        return [group for group in (decayed, rest, spread) if group]
 
     def parts(self, ranks: int) -> list[Partition]:
-        """For ZeRO-1 and -2: one flat tensor per group."""
-        return [Partition(tuple(group), ranks) for group in self.groups()]
+        """For ZeRO-1 and -2: one flat tensor per group, partitioned over the ranks that hold the same."""
+        return [Partition(tuple(group), ranks // group[0].holders) for group in self.groups()]
 
     def sub_groups(self, ranks: int, limit: int) -> list[int]:
         """Elements of each sub-group of one rank under ZeRO-3; the optimizer steps them one by one."""

@@ -17,13 +17,14 @@ LONGEST_PERIOD = 24  # layers in a repeating pattern of windows or recomputation
 class Batch:
     """A micro-batch of one rank: `rows` samples of `tokens`, or images of `image_size` pixels square. `targets`: tokens
     per sample of a decoder behind an encoder; None: as many. `sharing`: ranks that share each sample, whose tokens here
-    are this rank's."""
+    are this rank's. `load`: a job's `expert_load`."""
 
     rows: int
     tokens: int = 1
     image_size: int = 224
     targets: int | None = None
     sharing: int = 1
+    load: float = 1.0
 
     @property
     def positions(self) -> int:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import RequestError
-from finetune.run.flags.groups import drop_one, group_faults_here, size_faults
-from finetune.safe_read import read_json_object
+from finetune.run.flags.groups import drop_one, group_faults_here, shape_shown, size_faults
 
 if TYPE_CHECKING:
     from finetune.run.run import Run
@@ -43,14 +41,8 @@ def expert_faults_here(run: Run, deepspeed: str | None) -> Iterator[str]:
 def look_at_experts(run: Run) -> None:
     """Raises RequestError if a folder's config.json, or the shape of a model from scratch, shows no experts, or a
     number of them that the ranks cannot share."""
-    from finetune.run.sizes import causal_shape
-
-    name = run.value("model_name_or_path")
-    file = Path(str(name)).expanduser() / "config.json"
-    if run.expert_parallel_size == 1 or (name and not file.is_file()):
-        return
-    shape = read_json_object(file) if name else causal_shape(run.value("model_size"), run.value("config_overrides"))
-    check_experts(shape.get, run.expert_parallel_size)
+    if run.expert_parallel_size > 1 and (shape := shape_shown(run)):
+        check_experts(shape.get, run.expert_parallel_size)
 
 
 def check_experts(read: Callable[[str], Any], size: int) -> None:

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.safe_read import read_json_object
 
 if TYPE_CHECKING:
     from finetune.run.run import Run
 
+GROUPS = ("sequence_parallel_size", "expert_parallel_size")
 NOTHING = ("none", "false", "0", "0.0", "")  # values with which a flag does nothing, in lower case
 
 
 def is_on(run: Run, name: str) -> bool:
     """Whether the flag `name` does anything; a group of one rank does not."""
-    return str(run.value(name)).lower() not in (*NOTHING, *(("1",) if name == "sequence_parallel_size" else ()))
+    return str(run.value(name)).lower() not in (*NOTHING, *(("1",) if name in GROUPS else ()))
+
+
+def shape_shown(run: Run) -> Mapping[str, Any] | None:
+    """The config of the run's model, if its folder's config.json or --model_size shows it."""
+    from finetune.run.sizes import causal_shape
+
+    name, size = run.value("model_name_or_path"), run.value("model_size")
+    file = Path(str(name)).expanduser() / "config.json"
+    if not (file.is_file() if name else size):
+        return None
+    return read_json_object(file) if name else causal_shape(size, run.value("config_overrides"))
 
 
 def drop_one(run: Run, name: str, others: Mapping[str, str]) -> Iterator[str]:

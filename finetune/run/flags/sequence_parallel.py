@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import RequestError
 from finetune.run.flag import AT_LEAST_ONE, NOT_NEGATIVE, flag
-from finetune.run.flags.groups import drop_one, group_faults_here, size_faults
+from finetune.run.flags.groups import drop_one, group_faults_here, shape_shown, size_faults
 from finetune.run.on_resume import GOES_ON
-from finetune.safe_read import read_json_object
 
 if TYPE_CHECKING:
     from finetune.run.run import Run
@@ -94,15 +92,8 @@ def sequence_faults_here(run: Run, deepspeed: str | None) -> Iterator[str]:
 def look_at_heads(run: Run) -> None:
     """Raises RequestError if a folder's config.json, or a GPT-lite's shape, shows that its attention heads cannot be
     divided among the ranks."""
-    from finetune.run.sizes import causal_shape
-
-    name = run.value("model_name_or_path")
-    file = Path(str(name)).expanduser() / "config.json"
-    is_shown = file.is_file() if name else "model_size" in run.recipe.flags  # short trial runs have neither
-    if run.sequence_parallel_size == 1 or not is_shown:
-        return
-    shape = read_json_object(file) if name else causal_shape(run.value("model_size"), run.value("config_overrides"))
-    check_heads(shape.get, run.sequence_parallel_size, run.value("block_size"))
+    if run.sequence_parallel_size > 1 and (shape := shape_shown(run)):
+        check_heads(shape.get, run.sequence_parallel_size, run.value("block_size"))
 
 
 def check_heads(read: Callable[[str], Any], size: int, block: int | None) -> None:

@@ -76,7 +76,7 @@ class Reshard(TrainerCallback):
         trainer, portable = self.trainer, self.portable
         assert portable is not None
         start = time.monotonic()
-        load_everything(trainer, trainer.spread.as_here(portable), self.names.filled)
+        load_everything(trainer, trainer.spread.as_here(portable) if trainer.spread else portable, self.names.filled)
         engine, schedule = trainer.model_wrapped if trainer.is_deepspeed_enabled else None, portable.schedule
         if engine is None or engine.lr_scheduler is None:
             schedule = fit_schedule(load_pickle(self.folder / SCHEDULE), len(innermost(trainer.optimizer).param_groups))
@@ -115,7 +115,8 @@ def load_best(trainer: Any, checkpoint: Path) -> bool:
     written = sharding_of(checkpoint)
     if can_load_as_it_stands(written, here_of(trainer)):
         return False
-    load_weights(trainer.model, trainer.spread.as_here(read_any(checkpoint, written, names_of(trainer))))
+    portable = read_any(checkpoint, written, names_of(trainer))
+    load_weights(trainer.model, trainer.spread.as_here(portable) if trainer.spread else portable)
     return True
 
 
@@ -144,14 +145,14 @@ def names_of(trainer: Any) -> Names:
     model = trainer.model
     decayed = set(trainer.get_decay_parameter_names(model))
     decays = {name: name in decayed for name, p in model.named_parameters() if p.requires_grad}
-    if trainer.spread.size > 1:  # its engine renames them
+    if trainer.spread:  # its engine renames them
         decays = {name: decays[parts[0]] for name, parts in whole_names(list(decays)).items()}
     choice = trainer.optimizer_cls_and_kwargs or Trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
     groups = groups_of(choice, decays, trainer.args.weight_decay)
     first = {id(p): name for name, p in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     others = {name: first[id(p)] for name, p in every if first[id(p)] != name} | names_in_adapter(model)
-    return Names(groups, others, trainer.spread.split_names(groups))
+    return Names(groups, others, trainer.spread.split_names(groups) if trainer.spread else None)
 
 
 def names_in_adapter(model: Any) -> dict[str, str]:
