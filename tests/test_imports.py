@@ -51,7 +51,7 @@ LIGHT_ROOM = [f"finetune.run.{path.stem}" for path in sorted((REPO / "finetune/r
         "finetune.plan.schedule",
         "finetune.plan.search",
         "finetune.plan.forward.traced",
-        "finetune.plan.unknown",
+        "finetune.plan.tracing",
         "finetune.plan.weights",
         "finetune.plan.write",
         "finetune.report.write",

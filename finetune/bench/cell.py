@@ -15,11 +15,10 @@ from finetune.dsconfig.parse import parse
 from finetune.errors import RequestError
 from finetune.host.hardware import cores_here, gpus_here
 from finetune.measure.processes import started, words
-from finetune.plan.families import FAMILIES
 from finetune.plan.from_run import Subject, job_of
 from finetune.plan.machine import Machine, find_machine
 from finetune.plan.memory import plan_memory
-from finetune.plan.model import model_of
+from finetune.plan.model import KINDS, model_of
 from finetune.plan.plan import kinds_of_rank
 from finetune.plan.seconds import plan_seconds
 from finetune.run.launch import Launch
@@ -42,13 +41,13 @@ def machine_for(name: str | None, gpus: list[str]) -> Machine | None:
 
 def parameters_of(model: BenchModel) -> int | None:
     """The number of parameters; None for a family that `finetune plan` does not know."""
-    return model_of(model.config).parameters if model.config["model_type"] in FAMILIES else None
+    return model_of(model.config).parameters if model.config["model_type"] in KINDS else None
 
 
 def plan_of_cell(cell: Cell, model: BenchModel, machine: Machine | None) -> dict[str, Any] | None:
     """`peak_bytes` of the fullest rank in a step, and `step_seconds`; None for AlexNet, which cannot be planned, and
     for cells that would be refused."""
-    if machine is None or model.config["model_type"] not in FAMILIES:
+    if machine is None or model.config["model_type"] not in KINDS:
         return None
     flags = words(flags_of(cell) | {"deepspeed": cell.ds_config or "none"})
     launch = Launch(world_size=cell.world_size, local_world_size=min(cell.world_size, PER_NODE), launcher="torchrun")

@@ -17,12 +17,10 @@ TARGETS = (48, 80, 112)  # tokens of a decoder behind an encoder
 @cache
 def points(head: str) -> tuple[Batch, ...]:
     """As many batches as a size has terms, such that these are independent."""
-    one, two, three = TOKENS
-    if head != SEQ2SEQ:
-        pairs = [(ROWS[0], one), (ROWS[0], two), (ROWS[0], three), (ROWS[1], one), (ROWS[1], two)]
-        return tuple(Batch(rows, tokens) for rows, tokens in pairs)
-    first, second, third = TARGETS
-    texts = [(one, first), (two, first), (three, first), (one, second), (one, third), (two, second)]
+    texts: list[tuple[int, int | None]] = [(tokens, None) for tokens in TOKENS]
+    if head == SEQ2SEQ:
+        (one, two, three), (first, second, third) = TOKENS, TARGETS
+        texts = [(one, first), (two, first), (three, first), (one, second), (one, third), (two, second)]
     return tuple(Batch(rows, tokens, targets=targets) for rows, (tokens, targets) in product(ROWS, texts))
 
 

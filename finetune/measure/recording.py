@@ -51,12 +51,12 @@ class Recording(TorchDispatchMode):  # type: ignore[misc]
         return self.storages[address]
 
     def look(self) -> None:
-        """Notes which storages are alive before an operator."""
-        for number, storage in list(self.alive.items()):
-            if storage.expired():
-                del self.alive[number]
-            else:
-                self.last[number] = len(self.ops)
+        """Forgets storages that nothing holds any more. All others are alive at the operator that comes next."""
+        self.alive = {number: storage for number, storage in self.alive.items() if not storage.expired()}
+
+    def stamp(self) -> None:
+        for number in self.alive:
+            self.last[number] = len(self.ops)
 
     def number(self, tensor: torch.Tensor, grad: bool = False) -> int:
         if tensor not in self.values:
@@ -99,6 +99,7 @@ class Recording(TorchDispatchMode):  # type: ignore[misc]
         numbers = [self.number(one) for one in inputs]
         grad = bool(names) or any(self.facts[number][3] for number in numbers)
         made = [self.number(one, grad and one.is_floating_point()) for one in outs]
+        self.stamp()
         self.ops.append({"name": name, "in": numbers, "out": made, "saved": self.pending, "weights": names,
                          "gemms": gemms, "segment": self.segment, "part": is_part,
                          "inside": not torch.is_grad_enabled(), **more})  # fmt: skip

@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from finetune.measure.fitting import fitted, points
 from finetune.measure.recording import Fused, Recording, place_of
 from finetune.models.adapters import heads_of
-from finetune.plan.families.parts import CLASSES, SEQ2SEQ, SPANS
+from finetune.plan.families.parts import CLASSES, SEQ2SEQ, SPANS, VECTORS
 from finetune.plan.forward.parts import Batch
 from finetune.plan.model import HEADS
 
@@ -47,6 +47,7 @@ def batch_of(head: str, sizes: Batch) -> dict[str, torch.Tensor]:
     rows, text = sizes.rows, (sizes.rows, sizes.tokens)
     labels = (rows,) if head == CLASSES else (rows, sizes.targets) if head == SEQ2SEQ else text
     shapes = {"labels": labels} if head != SPANS else {"start_positions": (rows,), "end_positions": (rows,)}
+    shapes = {} if head == VECTORS else shapes
     return {
         name: torch.empty(shape, dtype=torch.long, device="meta")
         for name, shape in {"input_ids": text, **shapes}.items()
@@ -65,8 +66,10 @@ def record(model: torch.nn.Module, layers: Iterable[torch.nn.Module], head: str,
     with torch.autograd.graph.saved_tensors_hooks(recording.keep, lambda kept: kept), recording, Fused(recording):
         out = model(**batch)
         recording.look()
-    recording.result = recording.number(out.loss)
-    rest = [one for name, one in out.items() if name != "loss"]
+        recording.stamp()
+    result = "last_hidden_state" if head == VECTORS else "loss"
+    recording.result = recording.number(out[result])
+    rest = [one for name, one in out.items() if name != result and head != VECTORS]
     recording.kept = [recording.number(one) for one in rest if isinstance(one, torch.Tensor)]
     for hook in hooks:
         hook.remove()
@@ -96,16 +99,25 @@ def _traced(config: dict[str, Any], head: str, attention: str) -> dict[str, Any]
     raise failed
 
 
-def _auto(head: str) -> Any:
-    """The transformers class that builds models with this head."""
+def _built(made: Any, head: str, **how: Any) -> Any:
+    """A model with this head; for vectors one without a head, whose pooler would go unused."""
+    if head == VECTORS:
+        try:
+            return transformers.AutoModel.from_config(made, add_pooling_layer=False, **how)
+        except TypeError:
+            return transformers.AutoModel.from_config(made, **how)
     ends = [end for end, known in HEADS.items() if known == head and hasattr(transformers, f"AutoModel{end}")]
-    return getattr(transformers, f"AutoModel{ends[0]}")
+    return getattr(transformers, f"AutoModel{ends[0]}").from_config(made, **how)
 
 
 def _recorded(config: dict[str, Any], head: str, attention: str, caches: bool) -> dict[str, Any]:
     made = transformers.AutoConfig.for_model(**config)
+    if made.get_text_config().pad_token_id is None:
+        made.get_text_config().pad_token_id = 0  # classifiers of several texts ask for one
+    if head == SEQ2SEQ and getattr(made, "decoder_start_token_id", None) is None:
+        made.decoder_start_token_id = 0
     with torch.device("meta"):
-        model = _auto(head).from_config(made, dtype=torch.bfloat16, attn_implementation=attention)
+        model = _built(made, head, dtype=torch.bfloat16, attn_implementation=attention)
     model.config.use_cache = caches  # as the Trainer sets it; a part with a config of its own keeps its cache
     layers = layers_of(model.train())
     runs = [record(model, layers.values(), head, sizes) for sizes in points(head)]

@@ -2,7 +2,7 @@
 
 Follows DeepSpeed's AutoEP (0.19.8, module_inject/auto_ep_layer.py, AutoEPMoELayer; moe/ep_experts.py, GroupedExperts):
 a layer's `gate_up_proj` becomes `w1` and `w3`, `down_proj` becomes `w2`, and the router's `gate` is `router.gate`.
-`finetune.plan.forward.moe` has its operators.
+`finetune.plan.forward.spread_experts` has its operators.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from finetune.plan.families.decoders import STYLES
 from finetune.plan.model import Buffer, Model, Tensor
 from finetune.plan.values import FP32_BYTES
 
-PLANNED = tuple(kind for kind, style in STYLES.items() if style.expert_width and not style.is_oss)
+PLANNED = ("mixtral", "qwen3_moe")
 BOTH, BELOW, GATE = ".experts.gate_up_proj", ".experts.down_proj", ".mlp.gate.weight"
 ROUTER = ".router.gate.weight"
 

@@ -1,12 +1,13 @@
 """A model's parameters, tensor by tensor, from its Hugging Face config.json. Never imports torch.
 
-Names and shapes are those of transformers 5.23 (models/*/modeling_*.py), which a test compares with the real classes on
-the meta device. Exact numbers matter: ZeRO shards and the persistence threshold depend on tensors, not on totals.
+Most come from traces of transformers' classes on the meta device; the toolkit's own models and ResNets are written
+down. Exact numbers matter: ZeRO shards and the persistence threshold depend on tensors, not on totals.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,12 @@ from finetune.plan.families.parts import (
     nothing,
 )
 from finetune.plan.families.possible import refuse_impossible
+from finetune.plan.trace_files import KNOWN, heads_of
+from finetune.plan.tracing import found_of
 from finetune.plan.values import FP32_BYTES, Lora
 from finetune.safe_read import read_json_object
 
+KINDS = tuple(sorted({*FAMILIES, *KNOWN}))  # the values of model_type that are planned without torch
 MOST_LAYERS = 20_000
 PACKED_BLOCK = 64  # weights that share a scale in 4 bits
 NOT_LINEAR = {"gate", "router", "experts", "relative_attention_bias"}  # matrices of blocks that are not linear layers
@@ -85,7 +89,7 @@ class Buffer:
 
 @dataclass(eq=False, frozen=True)
 class Trace:
-    """Operators of a model outside the known families, as `finetune.measure.tracing` records them. `last`: of each
+    """Operators of a model, as `finetune.measure.tracing` records them. `last`: of each
     storage, the operator after which no variable holds it. `kept`: values of the output; `result`: the loss. `beyond`:
     the trace for texts of at least `window` tokens, if the model has a sliding window."""
 
@@ -116,7 +120,7 @@ class Model:
     buffers: tuple[Buffer, ...] = ()
     lora: Lora | None = None
     head_modules: tuple[str, ...] = ()  # of a classifier: what a base model may lack
-    trace: Trace | None = None  # outside the known families; `family` is then still the model_type
+    trace: Trace | None = None  # None for the families that are written down
 
     @property
     def shards(self) -> bool:
@@ -137,22 +141,36 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise RequestError(f"{error} Give a Hugging Face model's folder or its config.json.") from error
 
 
-def model_of(config: dict[str, Any], where: str = "the config", head: str | None = None) -> Model:
-    """`head`: one of `HEADS`, or VECTORS; None: from `architectures`, or else the family's default. Raises RequestError
-    for an unknown family or head, or if a size is missing or invalid."""
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise RequestError(f"{where}: model_type is {kind!r}, but the known types are {', '.join(sorted(FAMILIES))}.")
-    family, sizes = FAMILIES[kind], Sizes(config, where)
-    head = head or _head(config, family, where)
-    if head not in (*family.heads, VECTORS):
-        raise RequestError(f"{where}: the known heads of {kind} are {', '.join(family.heads)}, not {head}.")
-    refuse_impossible(kind, sizes)
-    if kind == "gptlite" and sizes.maybe("num_experts"):
+def model_of(
+    config: dict[str, Any],
+    where: str = "the config",
+    head: str | None = None,
+    attention: str = "sdpa",
+    notes: list[str] | None = None,
+) -> Model:
+    """`head`: one of `HEADS`, or VECTORS; None: the config's own. `attention`: "sdpa" or "eager". Adds to `notes` how
+    it was traced, if it was. Raises RequestError for an unknown architecture or head, or if a size is missing or
+    invalid."""
+    kind, sizes = str(config.get("model_type")), Sizes(config, where)
+    known, head = heads_of_kind(kind), head or own_head(config, where)
+    if known and head not in (*known, VECTORS):
+        raise RequestError(f"{where}: the known heads of {kind} are {', '.join(known)}, not {head}.")
+    if known:
+        refuse_impossible(kind, sizes)
+    if kind not in FAMILIES:
+        found, how = found_of(config, head, attention, where)
+        if notes is not None and how:
+            notes.append(how)
+        return _traced(found, head, sizes)
+    if kind == "gptlite" and sizes.config.get("num_experts"):
         raise RequestError(f"{where}: a GPT-lite with num_experts is not planned yet. Plan --model_size moe-tiny.")
+    return _written(FAMILIES[kind], head, sizes)
+
+
+def _written(family: Family, head: str, sizes: Sizes) -> Model:
     layers = family.layers(sizes)
     if layers > MOST_LAYERS:
-        raise RequestError(f"{where}: {layers:,} layers are more than {MOST_LAYERS:,}. Mistyped?")
+        raise RequestError(f"{sizes.where}: {layers:,} layers are more than {MOST_LAYERS:,}. Mistyped?")
     head_tensors = tuple(family.heads.get(head, nothing)(sizes))
     parts = (
         (None, family.before(sizes)),
@@ -163,8 +181,24 @@ def model_of(config: dict[str, Any], where: str = "the config", head: str | None
     tensors = tuple(Tensor(name, shape, layer) for layer, part in parts for name, shape in part)
     buffers = tuple(Buffer(*one) for one in family.buffers(sizes))
     own = tuple(dict.fromkeys(name.rpartition(".")[0] for name, _ in head_tensors))
-    return Model(kind, head, tensors, layers, family.hidden(sizes), family.vocabulary(sizes), sizes, buffers,
-                 head_modules=own)  # fmt: skip
+    return Model(sizes.config["model_type"], head, tensors, layers, family.hidden(sizes), family.vocabulary(sizes),
+                 sizes, buffers, head_modules=own)  # fmt: skip
+
+
+def _traced(found: Mapping[str, Any], head: str, sizes: Sizes) -> Model:
+    tensors = tuple(Tensor(name, tuple(shape), layer) for name, shape, layer in found["tensors"])
+    buffers = tuple(Buffer(name, tuple(shape), each) for name, shape, each in found["buffers"])
+    beyond = _trace(found["beyond"]) if found["beyond"] else None
+    return Model(
+        str(sizes.config.get("model_type")), head, tensors, found["layers"], found["hidden_size"], found["vocab_size"],
+        sizes, buffers, head_modules=tuple(found["head_modules"]),
+        trace=replace(_trace(found["trace"]), window=found["window"], beyond=beyond),
+    )  # fmt: skip
+
+
+def _trace(found: Mapping[str, Any]) -> Trace:
+    values, ops, last, kept = (tuple(found[name]) for name in ("values", "ops", "last", "kept"))
+    return Trace(values, ops, last, kept, found["result"])
 
 
 def in_4bit(model: Model) -> Model:
@@ -208,10 +242,16 @@ def head_of_class(name: str) -> str | None:
     return next((head for suffix, head in HEADS.items() if name.endswith(suffix)), None)
 
 
-def _head(config: dict[str, Any], family: Family, where: str) -> str:
+def heads_of_kind(kind: str) -> tuple[str, ...]:
+    """Of a `model_type`, the usual one first; none if it is not known."""
+    return tuple(FAMILIES[kind].heads) if kind in FAMILIES else heads_of(kind)
+
+
+def own_head(config: dict[str, Any], where: str) -> str:
+    """That of the config's `architectures`, or else the usual one. Raises RequestError if it is not known."""
     names = config.get("architectures") or []
     if not names or (str(names[0]).endswith("Model") and not str(names[0]).endswith("LMHeadModel")):
-        return family.default_head  # BertModel and the like have no head
+        return next(iter(heads_of_kind(str(config.get("model_type")))), CAUSAL)  # BertModel and the like have no head
     found = head_of_class(str(names[0]))
     if found is None:
         raise RequestError(f"{where}: architectures is {names[0]}, but it must end in one of {', '.join(HEADS)}.")

@@ -8,13 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError
-from finetune.plan.families import FAMILIES
 from finetune.plan.families.no_text import NO_TEXT
 from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, LABELLED, MASKED, SEQ2SEQ, SPANS, TAGS, VECTORS, Sizes
-from finetune.plan.families.t5 import SEQ2SEQS
-from finetune.plan.model import Model, head_of_class, is_block_linear, model_of, read_config
+from finetune.plan.model import (
+    KINDS,
+    Model,
+    head_of_class,
+    heads_of_kind,
+    is_block_linear,
+    model_of,
+    own_head,
+    read_config,
+)
 from finetune.plan.named import CHARACTERS, Named, find_model, scratch_config
-from finetune.plan.unknown import traced_model
 from finetune.plan.values import Lora
 from finetune.run.choose import candidates, is_told
 from finetune.run.conflicts import FILES
@@ -64,9 +70,11 @@ def _likely_heads(run: Run) -> tuple[str, ...]:
     config: dict[str, Any] = {}
     try:
         config = _found(str(given)).config
-        heads = FAMILIES[str(config.get("model_type"))].heads
-        own = model_of(config, str(given)).head
-    except (RequestError, KeyError):  # reported when the model is read
+        own = own_head(config, str(given))
+    except RequestError:  # reported when the model is read
+        own = CAUSAL
+    heads = heads_of_kind(str(config.get("model_type")))
+    if not heads:
         return (SEQ2SEQ if config.get("is_encoder_decoder") else CAUSAL,)
     likely = (own, CAUSAL, CLASSES, TAGS, SPANS, IMAGES, SEQ2SEQ)
     return tuple(head for head in likely if head in heads and head != MASKED)[:1]
@@ -104,11 +112,12 @@ def model_of_run(run: Run, params_per_layer: int | None, notes: list[str], flag:
     does not suit the run's task, with the recipe's own message."""
     given = run.value("model_name_or_path")
     if not given:
-        return model_of(_as_scored(run, _scratch_config(run, notes)), "the model from scratch", head_of(run))
+        return model_of(_as_scored(run, _scratch_config(run, notes)), "the model from scratch", head_of(run),
+                        _attention(run))  # fmt: skip
     found = _found(str(given))
     was_trained = run.source(flag) == KEPT
     if run.task.refuses is not None and not was_trained and isinstance(found.config.get("model_type"), str):
-        told = {"is_encoder_decoder": found.config.get("model_type") in SEQ2SEQS, **found.config}
+        told = {"is_encoder_decoder": SEQ2SEQ in heads_of_kind(found.config["model_type"]), **found.config}
         run.task.refuses(told.get, run.said(flag))
     config = _as_scored(run, found.config)
     notes += found.notes
@@ -116,21 +125,21 @@ def model_of_run(run: Run, params_per_layer: int | None, notes: list[str], flag:
         notes.append("its weights are planned unquantized; --load_in_4bit True with --use_peft True plans 4 bits")
     if head_of(run) in (CLASSES, TAGS, IMAGES) and not config.get("id2label"):
         notes.append(f"{Sizes(config, str(given)).labels} labels are assumed; the data decides")
-    if str(config.get("model_type")) not in FAMILIES:
-        if params_per_layer is None:
-            return _traced(config, run, str(given), notes)
+    if params_per_layer is not None and config.get("model_type") not in KINDS:
         config = _alike(config, str(given), params_per_layer, notes)
-    model, head = model_of(config, str(given)), head_of(run)
-    if model.family in NO_TEXT and tokens_flag(run):
-        raise RequestError(f"{run.said(flag)}: a {model.family} reads no text. Plan it with --recipe image_cls.")
-    if head is not None and model.head != head:
-        if head in (*FAMILIES[model.family].heads, VECTORS):
-            model = model_of(config, str(given), head=head)
-        else:
-            notes.append(
-                f"the head that {run.recipe.script} trains is not known for a {model.family}; its own is counted"
-            )
-    return model
+    kind, head = str(config.get("model_type")), head_of(run)
+    if kind in NO_TEXT and tokens_flag(run):
+        raise RequestError(f"{run.said(flag)}: a {kind} reads no text. Plan it with --recipe image_cls.")
+    if kind not in KINDS:
+        return _traced(config, run, str(given), notes)
+    if head not in (None, *heads_of_kind(kind), VECTORS):
+        notes.append(f"the head that {run.recipe.script} trains is not known for a {kind}; its own is counted")
+        head = None
+    return model_of(config, str(given), head, _attention(run), notes)
+
+
+def _attention(run: Run) -> str:
+    return "eager" if run.value("attn_implementation") == "eager" else "sdpa"
 
 
 def _as_scored(run: Run, config: dict[str, Any]) -> dict[str, Any]:
@@ -239,21 +248,15 @@ def lora_of(run: Run, model: Model, notes: list[str]) -> Lora | None:
     return Lora(rank, tuple(map(str, names)), lora.dropout, (*saved, *copied), bool(there.get("use_dora")))
 
 
-def _traced(config: Mapping[str, Any], run: Run, given: str, notes: list[str]) -> Model:
-    attention = "eager" if run.value("attn_implementation") == "eager" else "sdpa"
+def _traced(config: dict[str, Any], run: Run, given: str, notes: list[str]) -> Model:
     try:
-        model, seconds = traced_model(config, head_of(run) or CAUSAL, given, attention)
+        return model_of(config, given, head_of(run) or CAUSAL, _attention(run), notes)
     except RequestError as error:
         raise RequestError(
             f"{error} Give --params_per_layer N, the parameters of one of its layers: it is then planned as a Llama of "
             "that size, with its hidden_size, num_hidden_layers, num_attention_heads and vocab_size. "
-            f"Known families: {', '.join(sorted(FAMILIES))}."
+            f"Known families: {', '.join(KINDS)}."
         ) from error
-    how = "traced earlier" if seconds is None else f"traced in {seconds:.0f} s"
-    notes.append(
-        f"{config.get('model_type')} is not a known family: {how}; its attention is counted as fused if it can be"
-    )
-    return model
 
 
 def _alike(config: Mapping[str, Any], where: str, params_per_layer: int, notes: list[str]) -> dict[str, Any]:

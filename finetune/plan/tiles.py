@@ -59,7 +59,8 @@ def _leaving(ops: list[Op], first: int, last: int) -> list[Value]:
 def _one(tape: Tape, ops: list[Op], shards: int) -> Op:
     """All of an MLP as one operator."""
     made = {id(value) for op in ops for value in op.outputs}
-    (given,) = {id(value): value for op in ops for value in op.inputs if id(value) not in made}.values()
+    read = [value for op in ops if op.name != "hold" for value in op.inputs]
+    (given,) = {id(value): value for value in read if id(value) not in made}.values()
     out, nothing = ops[-1].outputs[0], Value(0, 1, Storage(0), False)
     tile = _tile(tape, ops, given, shards)
     forward = _peak(evaluation_of(tile)[0])

@@ -35,9 +35,6 @@ class Sizes:
             raise RequestError(f"{self.where}: {names[0]} is {found:,}. No model is that large. Mistyped?")
         return found
 
-    def maybe(self, name: str) -> int | None:
-        return None if self.config.get(name) is None else self(name)
-
     def share(self, name: str, default: float = 0.0) -> float:
         """Any number, such as a dropout probability."""
         found = self.config.get(name)
@@ -65,23 +62,14 @@ class Family:
     block: Callable[[Sizes, int], Named]
     after: Callable[[Sizes], Named]
     heads: dict[str, Callable[[Sizes], Named]]
-    default_head: str = CAUSAL
     layers: Callable[[Sizes], int] = lambda sizes: sizes("num_hidden_layers")
     hidden: Callable[[Sizes], int] = lambda sizes: sizes("hidden_size")
     vocabulary: Callable[[Sizes], int] = lambda sizes: sizes("vocab_size")
     buffers: Callable[[Sizes], Buffers] = lambda sizes: iter(())
 
 
-Linear = Callable[[str, int, int, bool], Named]
-
-
 def nothing(sizes: Sizes) -> Named:
     return iter(())
-
-
-def embeddings(rows: dict[str, str], hidden: str = "hidden_size") -> Callable[[Sizes], Named]:
-    """Embedding tables by name; a config key gives the rows of each."""
-    return lambda sizes: iter([(f"{name}.weight", (sizes(key), sizes(hidden))) for name, key in rows.items()])
 
 
 def linear(name: str, fan_in: int, fan_out: int, bias: bool = True) -> Named:
@@ -91,37 +79,7 @@ def linear(name: str, fan_in: int, fan_out: int, bias: bool = True) -> Named:
         yield f"{name}.bias", (fan_out,)
 
 
-def conv1d(name: str, fan_in: int, fan_out: int, bias: bool = True) -> Named:
-    """GPT-2's Conv1D: weight (in, out), and always a bias."""
-    yield f"{name}.weight", (fan_in, fan_out)
-    yield f"{name}.bias", (fan_out,)
-
-
 def norm(name: str, size: int, bias: bool = True) -> Named:
     yield f"{name}.weight", (size,)
     if bias:
         yield f"{name}.bias", (size,)
-
-
-def lm_head(tied: bool, hidden: str = "hidden_size", bias: bool = False) -> Callable[[Sizes], Named]:
-    """`tied`: the family's default if the config does not say."""
-
-    def build(sizes: Sizes) -> Named:
-        if not sizes.is_on("tie_word_embeddings", tied):
-            yield "lm_head.weight", (sizes("vocab_size"), sizes(hidden))
-        if bias:
-            yield "lm_head.bias", (sizes("vocab_size"),)
-
-    return build
-
-
-def score(hidden: str = "hidden_size") -> Callable[[Sizes], Named]:
-    return lambda sizes: linear("score", sizes(hidden), sizes.labels, bias=False)
-
-
-def tag_score(name: str, hidden: str = "hidden_size") -> Callable[[Sizes], Named]:
-    return lambda sizes: linear(name, sizes(hidden), sizes.labels)
-
-
-def closing(name: str, hidden: str = "hidden_size", bias: bool = False) -> Callable[[Sizes], Named]:
-    return lambda sizes: norm(name, sizes(hidden), bias)

@@ -6,18 +6,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from finetune.errors import RequestError
-from finetune.plan.families.decoders import LAYER_TYPES, STYLES, Style
-from finetune.plan.families.encoders import STYLES as ENCODERS
 from finetune.plan.families.parts import Sizes
+from finetune.plan.trace_files import KNOWN, sizes_of
 
 # Config keys of the width that the heads split, and of their number. Other families set the width of a head.
+BERTS = dict.fromkeys(("bert", "roberta"), ("hidden_size", "num_attention_heads"))
+ENCODERS = {**BERTS, "distilbert": ("dim", "n_heads")}
 SHARED = {
     "gpt2": ("n_embd", "n_head"),
     **dict.fromkeys(("gptlite", "llama", "gemma2", "gemma3_text"), ("hidden_size", "num_attention_heads")),
-    **{kind: (style.hidden, style.heads) for kind, style in ENCODERS.items()},
+    **ENCODERS,
 }
 ACTIVATIONS = {  # config keys, for families where it is not hidden_act
-    **{kind: style.act for kind, style in ENCODERS.items()},
+    "distilbert": "activation",
     "gpt2": "activation_function",
     "gemma2": "hidden_activation",
     "gemma3_text": "hidden_activation",
@@ -38,34 +39,35 @@ ROPE_KEYS = {
 }
 PHI3_ROPES = ("default", "longrope", "su", "yarn")  # its config maps the last two to the second
 PARTIAL = {"phi": 0.5, "phi3": 1.0}  # the share of each head that is rotated, if the config has none
-PADDED = {*STYLES, *ENCODERS, "phi"}  # families whose embedding has a row for the padding token
+LAYER_TYPES = ("full_attention", "sliding_attention")
+ROTARY = tuple(kind for kind in KNOWN if kind not in (*ENCODERS, "gpt2", "t5"))
+PADDED = {*ROTARY, *ENCODERS}  # families whose embedding has a row for the padding token
 
 
 def refuse_impossible(kind: str, sizes: Sizes) -> None:
-    """Raises RequestError with the first fault."""
+    """Raises RequestError with the first fault, or if a size is missing or invalid."""
     for fault in _faults(kind, sizes):
         raise RequestError(f"{sizes.where}: {fault}")
 
 
 def _faults(kind: str, sizes: Sizes) -> Iterator[str]:
+    found = sizes_of(kind, sizes) if kind in KNOWN else {}
     if kind in SHARED:
         width, heads = SHARED[kind]
         if sizes(width) % sizes(heads):
             yield f"{width} {sizes(width):,} is not a multiple of {heads} {sizes(heads)}. Change one of them."
-    if kind in STYLES or kind == "phi":
-        yield from _decoder(kind, sizes)
+    if kind in ROTARY:
+        yield from _decoder(kind, sizes, found)
     yield from _words(kind, sizes)
     pad = sizes.config.get("pad_token_id")
     if kind in PADDED and isinstance(pad, int) and not -sizes("vocab_size") <= pad < sizes("vocab_size"):
         yield f"pad_token_id is {pad}, but the vocabulary has {sizes('vocab_size'):,} tokens. Give one of these."
 
 
-def _decoder(kind: str, sizes: Sizes) -> Iterator[str]:
-    heads = sizes("num_attention_heads")
-    pairs = sizes("num_key_value_heads", default=heads)
+def _decoder(kind: str, sizes: Sizes, found: dict[str, int]) -> Iterator[str]:
+    heads, pairs, width = (found[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     if heads % pairs:
         yield f"num_attention_heads {heads} is not a multiple of num_key_value_heads {pairs}. Change one of them."
-    width = STYLES.get(kind, Style()).head_width(sizes)
     turned = int(width * sizes.share("partial_rotary_factor", PARTIAL.get(kind, 1.0))) if kind in PARTIAL else width
     if turned % 2 or turned > width:
         yield (
@@ -74,9 +76,9 @@ def _decoder(kind: str, sizes: Sizes) -> Iterator[str]:
         )
     if kind == "gpt_oss" and (share := sizes.share("partial_rotary_factor", 1.0)) != 1:
         yield f"partial_rotary_factor is {share}, but gpt_oss rotates whole heads. Remove it."
-    if kind in STYLES and STYLES[kind].expert_width:
-        chosen, many = sizes.maybe("num_experts_per_tok"), sizes("num_experts", "num_local_experts")
-        if chosen is not None and chosen > many:
+    if chosen := found.get("num_experts_per_tok"):
+        many = found.get("num_experts") or found["num_local_experts"]
+        if chosen > many:
             yield f"num_experts_per_tok is {chosen}, but there are {many} experts. Give at most that many."
     types, layers = sizes.config.get("layer_types"), sizes("num_hidden_layers")
     if types is not None and (not isinstance(types, list) or len(types) != layers):

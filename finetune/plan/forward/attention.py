@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from finetune.plan.forward.parts import Batch, Setting
 from finetune.plan.tape import Tape
-from finetune.plan.values import ATTENTION, FLASH_ATTENTION_2, FP32_BYTES, HALF_BYTES, INT64_BYTES, Gemm, Value
+from finetune.plan.values import ATTENTION, FLASH_ATTENTION_2, FP32_BYTES, HALF_BYTES, Gemm, Value
 
 EAGER, MATH, FUSED = "eager", "math", "fused"
 
@@ -21,14 +21,9 @@ class Heads:
     pairs: int
     dropout: float = 0.0
     causal: bool = True
-    softcap: bool = False
-    fp32_softmax: bool = True
-    casts_weights: bool = True  # to the precision of the values
     by_head: str = ""  # which of "qkv" are laid out head by head, as those from a cache are: no product copies them
-    names_scores: bool = False  # a variable keeps them alive to the end of eager attention
     keys: int | None = None  # tokens attended to; None: as many as attend
     value_width: int | None = None  # None: as wide as queries
-    sinks: str = ""  # the parameter that adds one more token to each head's scores
 
     @property
     def repeats(self) -> bool:
@@ -74,48 +69,10 @@ def kind_of(tape: Tape, heads: Heads, has_mask: bool = False, mask_trains: bool 
     return MATH if heads.repeats and not half and not has_mask else FUSED
 
 
-def split_heads(tape: Tape, x: Value, kind: str, rotated: bool = False) -> Value:
+def split_heads(tape: Tape, x: Value, kind: str) -> Value:
     """(rows, tokens, heads x width) as (rows, heads, tokens, width). Fused attention's gradients have the layout of its
-    inputs; other gradients, and those of rotated values, are copied in the backward pass."""
-    return x if kind == FUSED and not rotated else tape.alias(x)
-
-
-def rotary(tape: Tape, x: Value, cos: Value, sin: Value) -> Value:
-    """x * cos + rotate_half(x) * sin (models/llama/modeling_llama.py, apply_rotary_pos_emb)."""
-    straight = tape.multiply(x, cos)
-    half = x.elements // 2
-    one, two = tape.alias(x, half, "slice"), tape.alias(x, half, "slice")
-    turned = cat(tape, tape.scale(two, "neg"), one)
-    return tape.add(straight, tape.multiply(turned, sin))
-
-
-def rotary_halves(tape: Tape, x: Value, cos: Value, sin: Value) -> Value:
-    """The same rotation, half by half (models/gpt_oss/modeling_gpt_oss.py, _apply_rotary_emb)."""
-    first, second = tape.chunk(x, x.elements // 2, x.elements // 2)
-    turned = (
-        tape.add(tape.multiply(one, cos), tape.multiply(other, sin))
-        for one, other in ((first, second), (second, first))
-    )
-    return cat(tape, *turned)
-
-
-def partly_turned(tape: Tape, x: Value, width: int, cos: Value, sin: Value, tokens: int) -> tuple[Value, Value]:
-    """Rotary positions on the first part of each head; the rest, even if empty, is concatenated to it
-    again (models/phi3/modeling_phi3.py, apply_rotary_pos_emb). Returns the whole and the rotated part."""
-    many = x.elements // width * (cos.elements // tokens)
-    first, rest = tape.alias(x, many, "slice"), tape.alias(x, x.elements - many, "slice")
-    turned = rotary(tape, first, cos, sin)
-    return cat(tape, turned, rest), turned
-
-
-def cat(tape: Tape, *parts: Value) -> Value:
-    return tape.op("cat", parts, sum(part.elements for part in parts), narrows=True)
-
-
-def rotations(tape: Tape, tokens: int, width: int) -> tuple[Value, Value]:
-    """cos and sin of each position, the same for all rows."""
-    cos, sin = (tape.op(name, (), tokens * width, needs_grad=False) for name in ("cos", "sin"))
-    return cos, sin
+    inputs; other gradients are copied in the backward pass."""
+    return x if kind == FUSED else tape.alias(x)
 
 
 def eager_mask(setting: Setting) -> tuple[Value, ...]:
@@ -126,24 +83,13 @@ def eager_mask(setting: Setting) -> tuple[Value, ...]:
     return (tape.op("mask", (), batch.positions * batch.tokens, needs_grad=False),) if is_eager else ()
 
 
-def bool_mask(setting: Setting) -> Value:
-    """(1, 1, tokens, tokens), expanded over rows (masking_utils.py, sdpa_mask)."""
-    return setting.tape.op("mask", (), setting.batch.tokens**2, bytes_each=1, needs_grad=False)
-
-
-def attend(setting: Setting, heads: Heads, query: Value, key: Value, value: Value, mask: Value | None = None, *,
-           joined: bool = False, also: Value | None = None) -> Value:  # fmt: skip
-    """The attention output (rows, tokens, heads x width). `joined`: queries come from a cat, so they are laid out head
-    by head. `also`: a second mask, which eager attention adds."""
+def attend(setting: Setting, heads: Heads, query: Value, key: Value, value: Value, mask: Value | None = None) -> Value:
+    """The attention output (rows, tokens, heads x width)."""
     tape = setting.tape
     kind = kind_of(tape, heads, mask is not None, mask is not None and mask.needs_grad)
-    if kind == EAGER:
-        mixed = _eager(tape, query, key, value, heads, (mask, also))
-    elif kind == MATH:
-        mixed = _math(tape, query, key, value, heads, mask)
-    else:
-        mixed = _fused(tape, query, key, value, heads, mask)
-        return tape.copy(mixed) if joined else mixed  # laid out like the queries, so transpose(1, 2) must copy
+    if kind == FUSED:
+        return _fused(tape, query, key, value, heads, mask)
+    mixed = (_eager if kind == EAGER else _math)(tape, query, key, value, heads, mask)
     tape.hold(query, key, value)
     return mixed
 
@@ -153,52 +99,27 @@ def _repeated(tape: Tape, x: Value, heads: Heads) -> Value:
     return tape.op("repeat", (x,), heads.elements) if heads.repeats else x
 
 
-def _eager(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, masks: tuple[Value | None, ...]) -> Value:
-    """eager_attention_forward of models/llama/modeling_llama.py and similar. matmul copies what it cannot flatten."""
-    repeats = heads.repeats or bool(heads.by_head)
+def _eager(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mask: Value | None) -> Value:
+    """GPT-lite's, and that of short texts in bf16 on a CPU (finetune/models/gptlite.py, short_attention.py). matmul
+    copies what it cannot flatten. The softmax is in fp32: on a GPU one kernel reads fp16 and writes fp32; bf16 is
+    converted first (aten/src/ATen/native/SoftMax.cpp)."""
+    copies = not heads.repeats and not heads.by_head
     wide_key, wide_value = _repeated(tape, key, heads), _repeated(tape, value, heads)
-    scores = tape.matmul(tape.copy(query), wide_key if repeats else tape.copy(wide_key), heads.scores)
+    scores = tape.matmul(tape.copy(query), tape.copy(wide_key) if copies else wide_key, heads.scores)
     scores = tape.scale(scores)
-    if heads.softcap:
-        scores = tape.scale(tape.unary("tanh", tape.scale(scores)))
-    for mask in masks:
-        scores = scores if mask is None else tape.add(scores, mask)
-    weights = _shares_with_sinks(tape, scores, heads) if heads.sinks else _shares(tape, scores, heads)
-    if heads.fp32_softmax:
-        weights = tape.cast(weights, query.bytes_each)
-        tape.hold(scores)  # softmax(scores).to(dtype): the variable is rebound only when the result exists
-    elif heads.casts_weights:
-        weights = tape.cast(weights, value.bytes_each)
+    if mask is None and heads.causal:
+        mask = tape.op("mask", (), heads.tokens * heads.looked_at, bytes_each=1, needs_grad=False)
+    scores = scores if mask is None else tape.add(scores, mask)
+    joined = tape.numbers.device == "cuda" and tape.numbers.is_fp16
+    shares = tape.softmax(scores, FP32_BYTES) if joined else tape.softmax(tape.cast(scores, FP32_BYTES))
+    weights = tape.cast(shares, query.bytes_each)
+    tape.hold(scores)  # softmax(scores).to(dtype): the variable is rebound only when the result exists
     weights = tape.dropout(weights, heads.dropout)
-    mixed = tape.matmul(weights, wide_value if repeats else tape.copy(wide_value), heads.mix)
+    mixed = tape.matmul(weights, tape.copy(wide_value) if copies else wide_value, heads.mix)
     out = tape.op("copy", (mixed,), mixed.elements)  # transpose(1, 2).contiguous(), whose gradient is copied back
-    tape.hold(mixed, wide_key, wide_value, *((scores,) if heads.names_scores else ()))
+    tape.hold(mixed, wide_key, wide_value, scores)
     tape.keep(weights)  # attention returns them, and its caller keeps them in a variable
     return out
-
-
-def _shares(tape: Tape, scores: Value, heads: Heads) -> Value:
-    """softmax. On a GPU one kernel reads fp16 and writes fp32; bf16 is converted first
-    (aten/src/ATen/native/SoftMax.cpp, softmax with a dtype), and autocast runs it in fp32 (autocast_mode.h)."""
-    is_gpu = tape.numbers.device == "cuda"
-    if heads.fp32_softmax and is_gpu and tape.numbers.is_fp16:
-        return tape.softmax(scores, FP32_BYTES)
-    if heads.fp32_softmax or (is_gpu and tape.numbers.autocast):
-        scores = tape.cast(scores, FP32_BYTES)
-    return tape.softmax(scores)
-
-
-def _shares_with_sinks(tape: Tape, scores: Value, heads: Heads) -> Value:
-    """softmax over the scores and the sink, in the precision of the scores, less each row's maximum; the sink's weight
-    is dropped (models/gpt_oss/modeling_gpt_oss.py, eager_attention_forward)."""
-    rows = heads.count * heads.tokens
-    joined = tape.op("cat", (scores,), scores.elements + rows, narrows=True, weights=(heads.sinks,),
-                     module=heads.sinks.rpartition(".")[0])  # fmt: skip
-    top = tape.op("max", (joined,), rows, extra_saved=INT64_BYTES * rows)
-    lowered = tape.add(joined, top)
-    shares = tape.softmax(lowered)
-    tape.hold(scores, lowered)
-    return tape.alias(shares, scores.elements, "slice")
 
 
 def _math(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mask: Value | None) -> Value:

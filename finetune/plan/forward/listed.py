@@ -5,16 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from finetune.plan.families.decoders import GPTLITE_PARTS
-from finetune.plan.forward.attention import Heads, eager_mask
-from finetune.plan.forward.gpt2 import gpt_block
+from finetune.plan.families.gptlite import EMBEDDINGS, NORM, PARTS
+from finetune.plan.forward.attention import Heads, attend, eager_mask, kind_of, split_heads
 from finetune.plan.forward.losses import chunked_loss, cross_entropy, decoder_head, label_loss
-from finetune.plan.forward.parts import Part, Setting, stack
+from finetune.plan.forward.parts import Part, Setting, activation, stack
 from finetune.plan.values import FP32_BYTES, Value
 
 # Per family, the number of entries before and after its blocks; the last one contains the loss.
 LISTED = {"gptlite": (2, 2), "mlp": (0, 1)}
-EMBEDDINGS, NORM = "transformer.embeddings", "transformer.norm"
 
 
 # The names of all entries in order, a stage's input, and the function that runs an entry.
@@ -94,10 +92,23 @@ def _positions(setting: Setting, tokens: Value) -> Value:
 
 
 def _block(setting: Setting, index: int, x: Value, mask: tuple[Value, ...]) -> Value:
-    sizes, count = setting.sizes, setting.sizes("num_attention_heads")
-    dropout, act = sizes.share("dropout"), sizes.word("hidden_act", "gelu")
-    heads = Heads(setting.batch, count, sizes("hidden_size") // count, count, dropout, names_scores=True)
-    return gpt_block(setting, _block_name(index), GPTLITE_PARTS, heads, act, dropout, x, mask, keeps=False)
+    """Attention and MLP, a norm before each."""
+    tape, sizes, count = setting.tape, setting.sizes, setting.sizes("num_attention_heads")
+    dropout = sizes.share("dropout")
+    heads = Heads(setting.batch, count, sizes("hidden_size") // count, count, dropout)
+    kind = kind_of(tape, heads)
+    norm_1, qkv, out_of, norm_2, up, down_to = (f"{_block_name(index)}.{part}" for part in PARTS)
+    normed = tape.layer_norm(x, norm_1)
+    joined = tape.linear(normed, qkv)
+    query, key, value = (split_heads(tape, part, kind) for part in tape.chunk(joined, *[x.elements] * 3))
+    out = tape.linear(attend(setting, heads, query, key, value, *mask), out_of)
+    tape.hold(normed)
+    x = tape.add(x, tape.dropout(out, dropout))
+    normed = tape.layer_norm(x, norm_2)
+    bent = activation(tape, sizes.word("hidden_act", "gelu"), tape.linear(normed, up))
+    down = tape.linear(bent, down_to)
+    tape.hold(normed)
+    return tape.add(x, tape.dropout(down, dropout))
 
 
 # MLPs

@@ -2,48 +2,34 @@
 
 from __future__ import annotations
 
-from finetune.plan.families.parts import CAUSAL, TAGS, VECTORS
+from finetune.plan.families.parts import CAUSAL, VECTORS
 from finetune.plan.forward.parts import Setting
 from finetune.plan.tape import Tape
 from finetune.plan.values import CHUNKED_LOSS, FP32_BYTES, INT64_BYTES, Gemm, Value
 
-DROPOUTS = ("classifier_dropout", "hidden_dropout")  # before the tag layer: the first of these in the config
 # Passes of the chunked loss over its logits besides the products: amax, sub_, exp_ and sum; mul for the
 # gradients (torch 2.13, nn/modules/linear_cross_entropy.py, _linear_cross_entropy_batch_chunked_accumulator).
 LOSS_PASSES, GRADIENT_PASSES = 6, 2
 
 
-def decoder_head(setting: Setting, x: Value, tied: str, softcap: bool = False) -> Value:
+def decoder_head(setting: Setting, x: Value, tied: str) -> Value:
     """For a causal model, logits over the vocabulary and ForCausalLMLoss, in fp32 with shifted labels; `tied` is the
-    weight of a tied head. For another head, its scores and loss."""
+    weight of a tied head. For a classifier, scores at every position, of which the loss takes the last of each row
+    (modeling_layers.py, GenericForSequenceClassification)."""
     tape = setting.tape
     if setting.head == VECTORS:
         return vector_loss(setting, x)
     if setting.head != CAUSAL:
-        return class_head(setting, x)
+        scores = tape.linear(x, "score")
+        return label_loss(setting, tape.op("index", (scores,), setting.batch.rows * setting.sizes.labels))
     if setting.loss_chunk_tokens:
         return chunked_loss(setting, x, tied)
     logits = tape.linear(x, "lm_head", tied)
-    if softcap:
-        logits = tape.scale(tape.unary("tanh", tape.scale(logits)))
     full = tape.cast(logits, FP32_BYTES)
     loss = cross_entropy(tape, full, setting.batch.positions, shifted_labels(setting))
     tape.hold(x)
     output_in_fp32(tape, logits)
     return loss
-
-
-def class_head(setting: Setting, x: Value) -> Value:
-    """Scores at every position; the loss takes the last of each row (modeling_layers.py,
-    GenericForSequenceClassification), or for tags every one (GenericForTokenClassification)."""
-    if setting.head == TAGS:
-        outer, inner = DROPOUTS
-        share = setting.sizes.share(outer, setting.sizes.share(inner, 0.1))
-        name = "classifier" if "classifier.weight" in setting.tape.shapes else "score"  # the former is GPT-2's
-        scores = setting.tape.linear(setting.tape.dropout(x, share), name)
-        return label_loss(setting, scores, setting.batch.positions)
-    scores = setting.tape.linear(x, "score")
-    return label_loss(setting, setting.tape.op("index", (scores,), setting.batch.rows * setting.sizes.labels))
 
 
 def shifted_labels(setting: Setting) -> Value:
@@ -68,22 +54,10 @@ def cross_entropy(tape: Tape, logits: Value, rows: int, labels: Value | None = N
     return tape.op("nll_loss", (scores,), 1, saves=kept, moved=INT64_BYTES * rows)
 
 
-def label_loss(setting: Setting, logits: Value, rows: int | None = None) -> Value:
-    """Cross-entropy with one label per sample, or one for each of `rows` tokens, not shifted; in the precision of the
-    logits (models/bert/modeling_bert.py)."""
-    loss = cross_entropy(setting.tape, logits, rows or setting.batch.rows)
+def label_loss(setting: Setting, logits: Value) -> Value:
+    """Cross-entropy with one label per sample, in the precision of the logits."""
+    loss = cross_entropy(setting.tape, logits, setting.batch.rows)
     output_in_fp32(setting.tape, logits)
-    return loss
-
-
-def span_loss(setting: Setting, logits: Value) -> Value:
-    """Cross-entropy of two positions per sample, each among all its tokens (models/bert/modeling_bert.py)."""
-    tape, rows, half = setting.tape, setting.batch.rows, logits.elements // 2
-    sides = [tape.copy(side) for side in tape.chunk(logits, half, half)]
-    first, last = (cross_entropy(tape, side, rows) for side in sides)
-    loss = tape.scale(tape.add(first, last))
-    for side in sides:
-        output_in_fp32(tape, side)
     return loss
 
 

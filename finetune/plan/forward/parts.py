@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from finetune.plan.families.parts import SEQ2SEQ, Sizes
 from finetune.plan.tape import Tape
-from finetune.plan.values import FP32_BYTES, Segment, Value
+from finetune.plan.values import Segment, Value
 
 RNG_STATE_BYTES = 5056  # torch.get_rng_state(), which checkpoint saves; a GPU generator's is 16 bytes on the host
 LONGEST_PERIOD = 24  # layers in a repeating pattern of windows or recomputation
@@ -34,10 +34,10 @@ class Batch:
 def terms(head: str, batch: Batch) -> tuple[int, ...]:
     """What sizes are sums of, each with a coefficient."""
     rows, tokens = batch.rows, batch.tokens
-    if head != SEQ2SEQ:
-        return 1, tokens, rows, rows * tokens, rows * tokens**2
-    out = batch.targets or tokens
-    each = (1, tokens, tokens**2, out, out**2, tokens * out)
+    each: tuple[int, ...] = (1, tokens, tokens**2)
+    if head == SEQ2SEQ:
+        out = batch.targets or tokens
+        each = (*each, out, out**2, tokens * out)
     return (*each, *(rows * one for one in each))
 
 
@@ -73,13 +73,12 @@ def stack(
     layers: range,
     name: Callable[[int], str],
     block: Callable[[int, Value], Value],
-    kind: Callable[[int], Hashable] = lambda index: None,
     held: Callable[[int], tuple[Value, ...]] = lambda index: (),
 ) -> Value:
-    """`layers` in sequence, each a segment; `name` is its module's. Layers of one `kind` are alike, so the middle ones
-    are not recorded again: they are the same operators under other names. `held`: further inputs of each layer."""
+    """`layers` in sequence, each a segment; `name` is its module's. All are alike, so the middle ones are not recorded
+    again: they are the same operators under other names. `held`: further inputs of each layer."""
     tape = setting.tape
-    keys = [(kind(layer), setting.recomputes(layer)) for layer in layers]
+    keys = [setting.recomputes(layer) for layer in layers]
     first, period, repeats = pattern(keys)
     repeated = layers[first + period : first + repeats * period]
     begin = len(tape.segments)
@@ -97,8 +96,8 @@ def stack(
 
 def pattern(keys: Sequence[Hashable]) -> tuple[int, int, int]:
     """The repeating pattern of layers: where it begins, its period, and how often it repeats. One period before and one
-    after it are recorded as well, because the ends may differ; so is a first layer unlike all others."""
-    for alone in (0, 1):
+    after it are recorded as well, because the ends may differ; so are one or two first layers unlike all others."""
+    for alone in (0, 1, 2):
         rest = keys[alone:]
         for period in range(1, LONGEST_PERIOD):
             repeats = len(rest) // period - 2
@@ -138,22 +137,3 @@ def activation(tape: Tape, name: str, x: Value) -> Value:
     if name == "quick_gelu":
         return tape.multiply(x, tape.unary("sigmoid", tape.scale(x)))
     return tape.unary(name, x)
-
-
-def inverse_root(tape: Tape, x: Value, module: str) -> Value:
-    """1 / sqrt(mean square) of each row, which is as long as the weight of the norm `module`."""
-    variance = tape.mean(tape.power(x), x.elements // tape.shapes[f"{module}.weight"][0])
-    return tape.unary("rsqrt", tape.shift(variance))
-
-
-def rms_norm(tape: Tape, x: Value, module: str, plus_one: bool = False) -> Value:
-    """As Llama's module computes it, in fp32 (transformers, models/llama/modeling_llama.py, LlamaRMSNorm); `plus_one`:
-    Gemma's, which casts back after the weight."""
-    size = x.bytes_each
-    full = tape.cast(x, FP32_BYTES)
-    normed = tape.multiply(full, inverse_root(tape, full, module))
-    if plus_one:
-        return tape.cast(tape.weigh(normed, module), size)
-    weighed = tape.weigh(tape.cast(normed, size), module)
-    tape.hold(normed)
-    return weighed

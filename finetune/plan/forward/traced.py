@@ -3,17 +3,18 @@ what autograd saves of each, and when the last variable lets go of a tensor."""
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from finetune.plan.families.parts import VECTORS
 from finetune.plan.forward.attention import FUSED, Heads, attend, kind_of
-from finetune.plan.forward.losses import chunked_loss, output_in_fp32
+from finetune.plan.forward.cuts import Cut, cuts_of
+from finetune.plan.forward.losses import chunked_loss, output_in_fp32, vector_loss
 from finetune.plan.forward.parts import RNG_STATE_BYTES, Setting, pattern, renamed, terms
+from finetune.plan.forward.spread_experts import end_of_mixture, spread_experts
 from finetune.plan.model import Trace
 from finetune.plan.values import ATTENTION, FP32_BYTES, HALF_BYTES, Gemm, Storage, Value
 
@@ -26,64 +27,16 @@ NAMES = {"clone": "copy", CAST: "cast", "_log_softmax": "log_softmax", "_grouped
          "baddbmm": "matmul"}  # fmt: skip
 PASSES_ON = ("add", "sub", "clone", "add_", "copy_")
 IN_FP32 = ("_log_softmax", "nll_loss_forward")  # likewise
-LAYER = re.compile(r".*?\.\d+(?=\.)")  # the name of the layer that a parameter belongs to
-
-
-@dataclass(frozen=True)
-class _Part:
-    """The operators of a segment. `first`: the first value and storage that it makes."""
-
-    ops: tuple[tuple[int, Any], ...]
-    layer: int | None
-    name: str
-    first: tuple[int, int]
-    key: Hashable  # alike for layers that differ in their names alone
-
-
-@lru_cache(maxsize=8)
-def _parts(trace: Trace) -> list[_Part]:
-    found, before = list[_Part](), (0, 0)
-    for segment, group in groupby(enumerate(trace.ops), key=lambda one: one[1]["segment"]):
-        ops, layer = tuple(group), segment // 2 if segment % 2 else None
-        made = [number for _, op in ops for number in op["out"]]
-        first = min(made), min(trace.values[number][2] for number in made)
-        names = [LAYER.match(weight) for _, op in ops for weight in op["weights"]]
-        name = "head" if found else "embedding"
-        if layer is not None:
-            name = next((one[0] for one in names if one), f"layer {layer}")
-        key = _key(trace, [op for _, op in ops], name, first, before) if layer is not None else segment
-        found.append(_Part(ops, layer, name, first, key))
-        before = first
-    return found
-
-
-def _key(trace: Trace, ops: list[Any], name: str, first: tuple[int, int], before: tuple[int, int]) -> Hashable:
-    """What an operator reads of this layer or the one before it is numbered from there."""
-
-    def near(number: int, side: int) -> tuple[bool, int]:
-        return (True, number - first[side]) if number >= before[side] else (False, number)
-
-    def seen(op: Any) -> Hashable:
-        both = (*op["in"], *op["out"])
-        values = [(near(one, 0), near(trace.values[one][2], 1), trace.values[one][0]) for one in both]
-        saved = [near(place, 1) for place in op["saved"]]
-        return op["name"], [weight.replace(name, "", 1) for weight in op["weights"]], values, saved
-
-    return repr([seen(op) for op in ops])
 
 
 def tape_of_trace(trace: Trace, setting: Setting) -> Value:
     """Records the whole trace on the setting's tape, the middle of many like layers once; returns the result."""
-    player, tape, parts = _Player(trace, setting), setting.tape, _parts(trace)
-    layers = [part for part in parts if part.layer is not None]
-    first, period, repeats = pattern([(part.key, setting.recomputes(part.layer or 0)) for part in layers])
-    repeated = range(first + period, first + repeats * period)
-    segments = dict[int | None, int]()  # by layer
+    player, tape, parts = _Player(trace, setting), setting.tape, cuts_of(trace)
+    alike, segments = _alike(parts, setting), dict[int | None, int]()  # by layer
     for part in parts:
-        if part.layer is not None and part.layer in repeated:
-            like = first + (part.layer - first) % period
-            old, at = layers[like], segments[like]
-            tape.segments.append(renamed(tape.segments[at], at, old.name, part.name, part.layer))
+        if old := alike.get(part.layer):
+            at = segments[old.layer]
+            tape.segments.append(renamed(tape.segments[at], at, old.name, part.name, part.layer or 0))
             player.repeat(old, part)
             continue
         segments[part.layer] = len(tape.segments)
@@ -91,15 +44,38 @@ def tape_of_trace(trace: Trace, setting: Setting) -> Value:
         entry = player.entry(part) if part.layer is not None else ()
         state = (tape.given(RNG_STATE_BYTES, 1),) if again and tape.numbers.device == "cpu" else ()
         with tape.segment(part.name, *entry, *state, layer=part.layer, recomputed=again):
-            for at, op in part.ops:
+            skips_to = 0
+            for place, (at, op) in enumerate(part.ops):
                 if at == player.head and setting.loss_chunk_tokens:
                     return chunked_loss(setting, player.values[op["in"][0]], op["weights"][-1])
-                player.play(op)
+                if player.is_spread(op):
+                    skips_to = place + player.play_spread([one for _, one in part.ops[place:]])
+                if place >= skips_to:
+                    player.play(op)
                 player.let_go(at)
     for number in trace.kept:
         output_in_fp32(tape, player.values[number])
     tape.release_casts()
+    if setting.head == VECTORS:
+        with tape.segment("head"):
+            return vector_loss(setting, player.values[trace.result])
     return player.values[trace.result]
+
+
+def _mixture_of(op: Any) -> str:
+    """The name of the module that has this router; of another operator, a name that no mixture has."""
+    return str(op["weights"][-1].removesuffix(".gate.weight"))
+
+
+def _alike(parts: list[Cut], setting: Setting) -> dict[int | None, Cut]:
+    """Layers that need not be played, each with one that it repeats."""
+    found = dict[int | None, Cut]()
+    for is_layer, group in groupby(parts, key=lambda part: part.layer is not None):
+        layers = list(group) if is_layer else []
+        first, period, repeats = pattern([(part.key, setting.recomputes(part.layer or 0)) for part in layers])
+        for place in range(first + period, first + repeats * period):
+            found[layers[place].layer] = layers[first + (place - first) % period]
+    return found
 
 
 class _Player:
@@ -107,6 +83,7 @@ class _Player:
         self.trace, self.setting, self.tape = trace, setting, setting.tape
         self.numbers, self.batch = self.tape.numbers, setting.batch
         self.terms = terms(setting.head, self.batch)
+        self.dropout = setting.sizes.share("dropout of a trace", 0.5)  # evaluation's sizes have none of any name
         self.values: dict[int, Value] = {}
         self.storages: dict[int, Storage] = {}
         self.whole: dict[int, int] = {}  # bytes per element before a conversion to fp32
@@ -143,14 +120,14 @@ class _Player:
         if dying := [self.storages[place] for place in self.dying[at] if place in self.storages]:
             self.tape.hold(*(Value(0, 1, storage, False) for storage in dying))
 
-    def entry(self, part: _Part) -> tuple[Value, ...]:
+    def entry(self, part: Cut) -> tuple[Value, ...]:
         """What a layer reads of earlier ones, its hidden states first."""
         made = {number for _, op in part.ops for number in op["out"]}
         given = dict.fromkeys(number for _, op in part.ops for number in op["in"] if number not in made)
         found = [self.values[number] for number in given if number in self.values]
         return tuple(sorted(found, key=lambda value: not value.needs_grad))
 
-    def repeat(self, old: _Part, new: _Part) -> None:
+    def repeat(self, old: Cut, new: Cut) -> None:
         """What later layers read of a layer that is not played is what its like has made."""
         value, place = (to - since for to, since in zip(new.first, old.first, strict=True))
         for _, op in old.ops:
@@ -185,6 +162,17 @@ class _Player:
         if whole:
             self.whole[first] = whole
 
+    def is_spread(self, op: Any) -> bool:
+        """Whether it is the router of experts that ranks hold together."""
+        return bool(op["weights"]) and f"{_mixture_of(op)}.experts.w1" in self.tape.shapes
+
+    def play_spread(self, ops: Sequence[Any]) -> int:
+        """Plays a mixture of spread experts in place of the first of `ops`; returns of how many."""
+        x = ops[0]["in"][0]
+        count, made = end_of_mixture(ops, x, lambda number: self.trace.values[number][2])
+        self.put(made, spread_experts(self.setting, _mixture_of(ops[0]), self.values[x]))
+        return count
+
     def save_beside(self, op: Any) -> None:
         """What an operator of the model's own has saved is recorded with the one that follows it."""
         own = {self.trace.values[number][2] for number in (*op["in"], *op["out"])}
@@ -205,7 +193,7 @@ class _Player:
         """Operators without parameters whose backward pass is known better than what autograd saves."""
         tape, name = self.tape, op["name"]
         if name == "dropout":
-            return tape.dropout(inputs[0], 0.5)
+            return tape.dropout(inputs[0], self.dropout)
         if name == ATTENTION:
             return attend(self.setting, self.heads(op), *inputs)
         if name == "mul" and len(inputs) > 1:
@@ -215,9 +203,9 @@ class _Player:
         if name == "pow":
             return tape.power(inputs[0])
         if name == SOFTMAX:
-            x, is_gpu = inputs[0], self.numbers.device == "cuda"
             full = FP32_BYTES if self.trace.values[op["out"][0]][1] == FP32_BYTES else None
-            return tape.softmax(tape.cast(x, FP32_BYTES) if self.numbers.autocast and is_gpu else x, full)
+            widens = self.numbers.autocast and self.numbers.device == "cuda" and not (full and self.numbers.is_fp16)
+            return tape.softmax(tape.cast(inputs[0], FP32_BYTES) if widens else inputs[0], full)
         return None
 
     def converted(self, number: int, x: Value, whole: int) -> tuple[Value, int]:
@@ -246,8 +234,9 @@ class _Player:
         tokens, keys, width, many = map(self.size, op["gemms"][0])
         query, key = map(self.elements, op["in"][:2])
         heads, values = many // self.batch.rows, self.size(op["gemms"][1][1])
+        how = {**op["heads"], "dropout": op["heads"]["dropout"] and self.dropout}
         return Heads(replace(self.batch, tokens=tokens), heads, width, heads * key * tokens // (query * keys),
-                     keys=keys, value_width=values, **op["heads"])  # fmt: skip
+                     keys=keys, value_width=values, **how)  # fmt: skip
 
     def any_other(self, op: Any, inputs: list[Value]) -> Value:
         """Saves what autograd saves, if it is still needed."""
@@ -282,8 +271,8 @@ class _Player:
 
     def products(self, op: Any, inputs: list[Value], grad: bool, trains: bool) -> dict[str, Any]:
         gemms = tuple(Gemm(*map(self.size, gemm)) for gemm in op["gemms"])
-        if not gemms:
-            return {}
+        if not gemms:  # of scores, a loss reads one in each row
+            return {"moved": inputs[-1].bytes} if op["name"] == "nll_loss_forward" else {}
         of_input, of_other = gemms[0].back
         back = (*([of_input] if inputs[0].needs_grad else []), *([of_other] if trains or not op["weights"] else []))
         return {"gemms": gemms, "gemms_back": back if grad else ()}

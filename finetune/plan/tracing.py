@@ -1,7 +1,7 @@
-"""Models outside the known families: a separate process that imports torch traces the modules, and the result is cached
-for later plans.
+"""What a plan reads of a model's modules: from the programs of known architectures; for any other, a separate process
+that imports torch traces them, and the result is cached for later plans.
 
-    model, seconds = traced_model(config, "causal_lm", "path/to/model")
+    found, how = found_of(config, "causal_lm", "sdpa", "path/to/model")
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError
-from finetune.plan.families.parts import IMAGES, Sizes
-from finetune.plan.model import HEADS, Buffer, Model, Tensor, Trace
+from finetune.plan.families.parts import IMAGES
+from finetune.plan.trace_files import KNOWN, known_trace
 from finetune.run.environment import environment_of_child
 
 LISTS = ("auto_mappings.py", "configuration_auto.py")  # of transformers/models/auto: they list all model types
@@ -32,42 +31,27 @@ MADE_BY = ("tracing", "recording", "fitting")  # modules beside it
 NOT_SHAPES = ("auto_map", "_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
-def traced_model(
-    config: Mapping[str, Any], head: str, where: str, attention: str = "sdpa"
-) -> tuple[Model, float | None]:
-    """The model, and the seconds that tracing took; None if it was cached. `attention`: "sdpa" or "eager". Raises
-    RequestError if transformers has no such architecture, or if its modules cannot run without data."""
+def found_of(config: Mapping[str, Any], head: str, attention: str, where: str) -> tuple[Mapping[str, Any], str]:
+    """What `finetune.measure.tracing.traced` finds, and how it was found; nothing about the latter for known programs.
+    Raises RequestError if transformers has no such architecture, or if its modules cannot run without data."""
+    if known := known_trace(config, head, attention, where):
+        return known, ""
     plain = {name: value for name, value in config.items() if name not in NOT_SHAPES}
     kind = config.get("model_type")
     if not isinstance(kind, str) or not _is_listed(kind):
         raise RequestError(f"{where}: model_type is {kind!r}, which transformers {version('transformers')} lacks.")
-    if head not in (heads := [one for one in dict.fromkeys(HEADS.values()) if one != IMAGES]):
-        raise RequestError(f"{where}: only heads of {', '.join(heads)} are traced, and this one is for {head}.")
+    if head == IMAGES:
+        raise RequestError(f"{where}: models for {head} are not traced.")
     file = _cache() / f"{_key(plain, head, attention)}.json"
-    began = time.monotonic()
-    if is_known := file.is_file():
-        found = json.loads(file.read_text(encoding="utf-8"))
+    if file.is_file():
+        found, how = dict(json.loads(file.read_text(encoding="utf-8"))), "traced earlier"
     else:
+        began = time.monotonic()
         found = _traced(plain, head, attention, where)
+        how = f"traced in {time.monotonic() - began:.0f} s"
         _keep(file, found)
-    return model_from(found, config, head, where), None if is_known else time.monotonic() - began
-
-
-def model_from(found: Mapping[str, Any], config: Mapping[str, Any], head: str, where: str) -> Model:
-    """The model that `finetune.measure.tracing` found."""
-    tensors = tuple(Tensor(name, tuple(shape), layer) for name, shape, layer in found["tensors"])
-    buffers = tuple(Buffer(name, tuple(shape), each) for name, shape, each in found["buffers"])
-    beyond = _trace(found["beyond"]) if found["beyond"] else None
-    return Model(
-        str(config.get("model_type")), head, tensors, found["layers"], found["hidden_size"], found["vocab_size"],
-        Sizes(dict(config), where), buffers, head_modules=tuple(found["head_modules"]),
-        trace=replace(_trace(found["trace"]), window=found["window"], beyond=beyond),
-    )  # fmt: skip
-
-
-def _trace(found: Mapping[str, Any]) -> Trace:
-    values, ops, last, kept = (tuple(found[name]) for name in ("values", "ops", "last", "kept"))
-    return Trace(values, ops, last, kept, found["result"])
+    what = f"{kind} with these settings" if kind in KNOWN else str(kind)
+    return found, f"{what} is not a known architecture: {how}; its attention is counted as fused if it can be"
 
 
 def _is_listed(kind: str) -> bool:
@@ -93,7 +77,7 @@ def _traced(config: dict[str, Any], head: str, attention: str, where: str) -> di
         if done.returncode or not out.is_file():
             said = (done.stdout.strip() or done.stderr.strip()).splitlines()[-1:]
             raise RequestError(
-                f"{where}: model_type is {config.get('model_type')!r}, which is not a known family, and its "
+                f"{where}: model_type is {config.get('model_type')!r}, and its "
                 f"modules cannot be traced: {''.join(said)[:200]}."
             )
         return dict(json.loads(out.read_text(encoding="utf-8")))

@@ -1,0 +1,58 @@
+"""A trace cut into layers and what lies between them, and which layers are alike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from typing import Any
+
+from finetune.plan.model import Trace
+
+LAYER = re.compile(r".*?\.\d+(?=\.)")  # the name of the layer that a parameter belongs to
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The operators of a segment. `first`: the first value and storage that it makes."""
+
+    ops: tuple[tuple[int, Any], ...]
+    layer: int | None
+    name: str
+    first: tuple[int, int]
+    key: Hashable  # alike for layers that differ in their names alone
+
+
+@lru_cache(maxsize=8)
+def cuts_of(trace: Trace) -> list[Cut]:
+    """In order."""
+    found, before = list[Cut](), (0, 0)
+    for segment, group in groupby(enumerate(trace.ops), key=lambda one: one[1]["segment"]):
+        ops, layer = tuple(group), segment // 2 if segment % 2 else None
+        made = [number for _, op in ops for number in op["out"]]
+        first = min(made), min(trace.values[number][2] for number in made)
+        names = [LAYER.match(weight) for _, op in ops for weight in op["weights"]]
+        name = "head" if found else "embeddings"
+        if layer is not None:
+            name = next((one[0] for one in names if one), f"layer {layer}")
+        key = _key(trace, [op for _, op in ops], name, first, before) if layer is not None else segment
+        found.append(Cut(ops, layer, name, first, key))
+        before = first
+    return found
+
+
+def _key(trace: Trace, ops: list[Any], name: str, first: tuple[int, int], before: tuple[int, int]) -> Hashable:
+    """What an operator reads of this layer or the one before it is numbered from there."""
+
+    def near(number: int, side: int) -> tuple[bool, int]:
+        return (True, number - first[side]) if number >= before[side] else (False, number)
+
+    def seen(op: Any) -> Hashable:
+        both = (*op["in"], *op["out"])
+        values = [(near(one, 0), near(trace.values[one][2], 1), trace.values[one][0]) for one in both]
+        saved = [near(place, 1) for place in op["saved"]]
+        return op["name"], [weight.replace(name, "", 1) for weight in op["weights"]], values, saved
+
+    return repr([seen(op) for op in ops])
