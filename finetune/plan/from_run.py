@@ -80,8 +80,7 @@ def job_of(
     run = with_deepspeed(run, machine.device, notes)
     lora, asked = lora_of(run, model, notes), deepspeed_config_of(run)
     flags = precision_flags(run, stated_precision(asked), lambda: _fastest(machine, notes), bool(asked))
-    precision, device = _precision(run, flags, machine, asked), _device(machine)
-    is_eager = tokens_flag(run) and subject.tokens <= SHORT_TOKENS and mixes_attention(run, device, precision)
+    precision, device = _precision(run, flags, machine, asked), "cpu" if machine.device == "cpu" else "cuda"
     job = Job(
         model=with_lora(in_4bit(model) if run.value("load_in_4bit") else model, lora) if lora else model,
         engine=FSDP if run.value("fsdp") else TRAINER,
@@ -96,7 +95,7 @@ def job_of(
         accumulation=run.value("gradient_accumulation_steps"),
         precision=precision,
         checkpoint_interval=checkpoint_interval(run),
-        attention=_one_of(run, "attn_implementation", ATTENTIONS, "eager" if is_eager else "sdpa"),
+        attention=_attention(run, subject.tokens, device, precision),
         loss_chunk_tokens=subject.loss_chunk_tokens,
         device=device,
         dtype=base_dtype(run, flags["bf16"]),
@@ -233,7 +232,7 @@ def _chunk(run: Run, model: Model, machine: Machine) -> int:
     is_whole = "lm_head" in adapted or (not asked and does_more)
     if model.head != CAUSAL or is_whole:
         return 0
-    return loss_chunk_tokens(asked, model.vocab_size, _device(machine))
+    return loss_chunk_tokens(asked, model.vocab_size, "cpu" if machine.device == "cpu" else "cuda")
 
 
 def _tokens(run: Run, model: Model, notes: list[str]) -> int:
@@ -288,8 +287,9 @@ def _fastest(machine: Machine, notes: list[str]) -> str:
     return found
 
 
-def _device(machine: Machine) -> str:
-    return "cpu" if machine.device == "cpu" else "cuda"
+def _attention(run: Run, tokens: int, device: str, precision: str) -> str:
+    is_eager = tokens_flag(run) and tokens <= SHORT_TOKENS and mixes_attention(run, device, precision)
+    return _one_of(run, "attn_implementation", ATTENTIONS, "eager" if is_eager else "sdpa")
 
 
 def _one_of(run: Run, name: str, known: Sequence[str], default: str) -> str:

@@ -152,8 +152,7 @@ def _compare(
         )
     if not digests.same_base(before.facts.get("teacher", {}), facts["teacher"]):
         raise RequestError(f"--resume: {name} learnt from another --teacher, or none. Give the same one.")
-    was = before.facts.get("files", {})
-    there, now = before.facts.get("rows", {}), facts["rows"]
+    was, there, now = before.facts.get("files", {}), before.facts.get("rows", {}), facts["rows"]
     rows = {f"{split} rows": (there.get(split), now[split]) for split in now if there.get(split) != now[split]}
     if not rows:
         return other
@@ -163,8 +162,8 @@ def _compare(
     begins = None if BEGINNING in before.facts.get("tokenizer", {}) else facts["tokenizer"].get(BEGINNING)
     if begins:
         why += f" (each document now begins with {begins}, as its tokenizer has it, which an older version left out)"
-    if facts["tokenizer"].get(DATED) and not changed:
-        why += " (the chat template writes today's date: freeze it in a copy, given with --chat_template, in a new run)"
+    dated = facts["tokenizer"].get(DATED) and not changed
+    why += " (the chat template writes today's date: freeze it in a copy, given with --chat_template)" if dated else ""
     line = f"{' and '.join(rows)} are not those of {name}{why}"
     if ("train rows" in rows or _evaluation_decides(run)) and run.value("resume_changed") != "allow":
         others = ": files, or flags that choose, cut or clean them, have changed. Give the original ones,"

@@ -437,5 +437,5 @@ def test_middle_layers_of_a_deep_model_cost_their_names_alone() -> None:
     config = {"model_type": "llama", "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8,
               "intermediate_size": 28672, "vocab_size": 128256}  # fmt: skip
     tape = build_tape(model_of({**config, "num_hidden_layers": 80}), Batch(4, 4096), Numbers(2, "cuda"))
-    assert sum(segment.like is None for segment in tape.segments) == 5  # both ends, a layer at each, one for all others
-    assert len({id(op) for op in tape.ops if not op.module}) < 200
+    assert sum(segment.like is None for segment in tape.segments) == 6  # both ends, three first layers, the last
+    assert len({id(op) for op in tape.ops if not op.module}) < 300

@@ -18,15 +18,10 @@ from finetune.measure.tracing import traced
 from finetune.plan import tracing
 from finetune.plan.families.parts import CAUSAL, MASKED, SEQ2SEQ, SPANS
 from finetune.plan.forward.parts import terms
-from finetune.plan.job import DEEPSPEED, Job, tape_of
 from finetune.plan.model import KINDS, model_of
 from finetune.plan.named import find_model_config, model_names
 from finetune.plan.trace_files import KNOWN, file_of, heads_of, known_trace
-from finetune.plan.zero import Zero
 
-ROTARY = {"hidden_size": 256, "num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 2,
-          "intermediate_size": 688, "vocab_size": 2000, "max_position_embeddings": 2048}  # fmt: skip
-LLAMA = {"model_type": "llama", **ROTARY, "head_dim": 32}
 # Of every known architecture, unlike those at which its programs were recorded.
 OTHER_SIZES = {
     "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 24, "intermediate_size": 80,
@@ -87,12 +82,6 @@ def test_a_known_program_is_what_the_installed_transformers_records(name: str, h
 def test_models_known_by_name_are_planned_without_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "_traced", lambda *_: pytest.fail("a process was started"))
     assert model_of(find_model_config(name), name).trace is not None
-
-
-def test_middle_layers_of_a_deep_traced_model_are_played_once() -> None:
-    job = Job(model_of(LLAMA), DEEPSPEED, Zero(stage=3), 8, micro_batch=4, tokens=512, precision="bf16")
-    segments = tape_of(job).segments
-    assert sum(segment.like is None for segment in segments) == 6  # both ends, three first layers, the last
 
 
 @pytest.mark.parametrize(

@@ -86,8 +86,7 @@ class PipelineTrainer(EvaluatesOnce):
         self.processing_class, self.compute_metrics = processing_class, compute_metrics
         self._settle_steps(lengths)
         self.loss = StageLoss(model, self.micro_batches * self.pipelines)
-        self.dynamic, self.schedule_step = dynamic, schedule_step
-        self.planned = parts.plan()
+        self.dynamic, self.schedule_step, self.planned = dynamic, schedule_step, parts.plan()
         module = build_module(model, parts, self.loss, checkpoint_interval, dynamic, args.seed)
         built = build_engine(module, parts, args, ds_config, self.max_steps)
         self.engine, self.optimizer, self.scheduler = built.engine, built.optimizer, built.scheduler
