@@ -99,7 +99,7 @@ def test_a_mixture_in_stages_trains_as_one_process_does(
 
 @pytest.mark.nightly
 def test_a_mixture_goes_on_bitwise_in_its_stages_and_up_to_rounding_in_others(truth: Any, tmp_path: Path) -> None:
-    saving = {**ROUTED, "save_strategy": "steps", "save_steps": 1}
+    saving = {**ROUTED, "save_strategy": "steps", "save_steps": 1, "save_total_limit": STEPS}
     whole = pipe(tmp_path / "whole", saving, stages=2)
     opened = GPTLiteForCausalLM.from_pretrained(whole.folder / "checkpoint-1")
     assert opened.config.num_experts == 4
