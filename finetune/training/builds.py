@@ -99,7 +99,9 @@ def _locks(ops: Collection[str] | None) -> Iterator[tuple[Path, float]]:
 def _open_files() -> set[str]:
     """Files that processes visible to us have open; empty on a system without /proc."""
     found = set()
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):
-            found.add(os.readlink(descriptor))
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended, or is another user's
+            for descriptor in os.listdir(process / "fd"):
+                with suppress(OSError):
+                    found.add(os.readlink(process / "fd" / descriptor))
     return found

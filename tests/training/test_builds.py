@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from finetune.errors import RequestError
-from finetune.training.builds import STALE_BUILD_SECONDS, ops_of, refuse_stale_builds, stale_builds, tell_of_builds
+from finetune.training.builds import (
+    STALE_BUILD_SECONDS,
+    _open_files,
+    ops_of,
+    refuse_stale_builds,
+    stale_builds,
+    tell_of_builds,
+)
 
 
 @pytest.fixture
@@ -47,6 +54,19 @@ def test_a_lock_whose_builder_lives_is_waited_for(home: Path) -> None:
         assert stale_builds() == []
         builder.stdin.close()
     assert [found for found, _ in stale_builds()] == [lock]
+
+
+def test_a_process_that_ends_while_it_is_looked_at_does_no_harm(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone, listed = {str(os.getppid())}, os.listdir
+
+    def vanishing(path: Path) -> list[str]:
+        if path.parent.name in gone:
+            raise FileNotFoundError(path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "listdir", vanishing)
+    with (home / "open").open("w") as file:
+        assert str(Path(file.name).resolve()) in _open_files()
 
 
 def test_a_young_lock_is_nobodys_fault(home: Path) -> None:
