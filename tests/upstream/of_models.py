@@ -82,6 +82,7 @@ MODELS = (
             ("models/probes.py", "which masks and functions the attention takes, and a small copy attends alike"),
             (GPTLITE, "which function attends"),
             ("training/sequence_parallel.py", "which function is exchanged around"),
+            ("training/chapters.py", "whether a model attends by SDPA, before that is replaced"),
         )
     ),
     Row(
