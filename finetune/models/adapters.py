@@ -164,7 +164,7 @@ def _opened(model: Any, adapter: Path, is_trainable: bool) -> Any:
     from peft import PeftModel
 
     ends = _stored_ends(adapter)
-    if ends is not None:
+    if ends is not None and getattr(model, "generation_config", None) is not None:
         model.generation_config.eos_token_id = ends
     try:
         return PeftModel.from_pretrained(model, str(adapter), is_trainable=is_trainable)

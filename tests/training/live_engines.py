@@ -14,7 +14,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from test_reshard import KEYS, NAMES, SHAPES, portable, whole_tensors
+from test_reshard import KEYS, SHAPES, portable, whole_tensors
 from torch import distributed, nn
 
 from finetune.training.reshard.loading import load_everything
@@ -78,7 +78,7 @@ def engine_of(config: dict[str, Any]) -> tuple[nn.Module, Any]:
 def loaded(config: dict[str, Any], source: Portable) -> tuple[nn.Module, Any]:
     model, engine = engine_of(config)
     trainer = SimpleNamespace(is_deepspeed_enabled=True, model=model, model_wrapped=engine, optimizer=engine.optimizer)
-    load_everything(trainer, source, NAMES.groups)
+    load_everything(trainer, source)
     return model, engine
 
 

@@ -27,6 +27,7 @@ from finetune.training.reshard.links import PREFIX, Links
 from finetune.training.reshard.loading import load_everything, load_weights, settle_optimizer
 from finetune.training.reshard.one_file import Names
 from finetune.training.reshard.portable import Group, Portable, settings_of
+from finetune.training.reshard.reading import with_rates
 from finetune.training.reshard.sharding import Sharding, can_load_as_it_stands, sharding_of
 from finetune.training.reshard.zero_shards import read_zero
 
@@ -269,7 +270,7 @@ def test_weights_and_states_are_loaded_by_name_into_the_trainers_optimizer(
 ) -> None:
     trainer = plain_trainer()
     monkeypatch.setattr(loading, "TELL_SECONDS", -1.0)
-    load_everything(trainer, portable(), NAMES.groups)
+    load_everything(trainer, portable())
     assert capsys.readouterr().out.splitlines() == [f"resume: {done} of 4 weights moved" for done in (1, 2, 3, 4)]
     adam = trainer.optimizer.optimizer
     tensors, named = whole_tensors(), dict(trainer.model.named_parameters())
@@ -284,6 +285,36 @@ def test_weights_and_states_are_loaded_by_name_into_the_trainers_optimizer(
     sum(p.sum() for p in named.values()).backward()
     adam.step()
     assert {float(state["step"]) for state in adam.state.values()} == {STEPS + 1}
+
+
+def test_states_find_their_weights_in_an_optimizer_with_one_group_in_the_models_order() -> None:
+    """As DeepSpeed makes it from `optimizer` in a config."""
+    model = Plain()
+    adam = torch.optim.AdamW(model.parameters())
+    names = tuple(dict(model.named_parameters()))
+    one = (Group(names[::-1], {"lr": 0.5}),)
+    trainer = SimpleNamespace(is_deepspeed_enabled=False, model=model, optimizer=SimpleNamespace(optimizer=adam))
+    load_everything(trainer, portable(groups=one))
+    tensors = whole_tensors()
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, tensors["fp32"][name])
+        assert all(torch.equal(adam.state[weight][key], tensors[key][name]) for key in KEYS)
+    with pytest.raises(RequestError, match=r"has 2 group\(s\) of weights, and this run's 1"):
+        load_everything(trainer, portable())
+
+
+def test_a_weight_of_another_shape_is_refused() -> None:
+    read = portable().read
+    wide = portable(read=lambda name, key: torch.ones(1) if name == "a.weight" else read(name, key))
+    with pytest.raises(RequestError, match=r"a\.weight is \(1,\) in the checkpoint, but"):
+        load_weights(Plain(), wide)
+
+
+def test_groups_get_the_rates_that_a_schedule_has_reached(tmp_path: Path) -> None:
+    own = (Group(("a",), {"lr": 1.0}), Group(("b",), {"lr": 1.0}))
+    assert with_rates(own, tmp_path) == own
+    torch.save({"_last_lr": [0.1, 0.2]}, tmp_path / "scheduler.pt")
+    assert [group.settings["lr"] for group in with_rates(own, tmp_path)] == [0.1, 0.2]
 
 
 def test_the_best_weights_are_loaded_without_the_optimizers_states() -> None:

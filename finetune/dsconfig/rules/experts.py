@@ -1,4 +1,4 @@
-"""DS509: configs that --expert_parallel_size does not go with."""
+"""DS509: configs that are incompatible with --expert_parallel_size."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import distributed
 
 from finetune.errors import RequestError
 from finetune.training.checkpoints.writing import leads
-from finetune.training.reshard.portable import COUNTERS, WEIGHT, Group, Portable
+from finetune.training.reshard.portable import COUNTERS, WEIGHT, Portable
 from finetune.training.resuming import innermost
 
 TELL_SECONDS = 10.0  # between two progress lines
@@ -24,8 +24,9 @@ def load_weights(model: Any, portable: Portable) -> None:
     _put_all(model, portable, (), lambda name, weight, key, whole: None)
 
 
-def load_everything(trainer: Any, portable: Portable, groups: tuple[Group, ...]) -> None:
-    """Load weights, buffers and optimizer states; `groups` are those of this run's optimizer. All ranks must call it.
+def load_everything(trainer: Any, portable: Portable) -> None:
+    """Load weights, buffers and optimizer states. All ranks must call it. Raises RequestError, the same on all, if the
+    optimizer is grouped otherwise than the checkpoint's.
 
     Every rank reads each weight, and takes its part. DeepSpeed's `safe_set_*` functions put it in place; they do not
     cover the step counts, the groups' settings, the loss scale, and states that do not exist yet.
@@ -33,11 +34,12 @@ def load_everything(trainer: Any, portable: Portable, groups: tuple[Group, ...])
     engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
     outer = engine.optimizer if engine else trainer.optimizer
     inner = innermost(outer)
+    refuse_other_groups(inner, portable)
     if engine is not None and engine.zero_optimization():
         _make_zero_states(outer, inner, portable.keys)
         put: Put = _put_in_zero
     else:
-        put = _put_in_optimizer(inner, [name for group in groups for name in group.names])
+        put = _put_in_optimizer(outer, inner, trainer.model)
     _put_all(trainer.model, portable, (WEIGHT, *portable.keys), put)
     settle_optimizer(inner, portable)
     if engine is not None:
@@ -54,6 +56,8 @@ def _put_all(model: Any, portable: Portable, keys: tuple[str, ...], put: Put) ->
         raise RequestError(f"--resume: this run's model has no weight {missing[0]}, which the checkpoint has.")
     for name, weight in _told([(name, named[name]) for name in portable.shapes]):
         whole = portable.read(name, WEIGHT)
+        if whole.shape != (own := tuple(getattr(weight, "ds_shape", weight.shape))):
+            raise RequestError(f"--resume: {name} is {tuple(whole.shape)} in the checkpoint, but {own} in this model.")
         with gathered(weight), torch.no_grad():
             weight.copy_(like(weight, whole))
         for key in keys:
@@ -91,11 +95,14 @@ def like(weight: Any, whole: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(whole, weight.device_mesh, weight.placements) if isinstance(weight, DTensor) else whole
 
 
-def _put_in_optimizer(optimizer: Any, names: list[str]) -> Put:
-    """For an optimizer whose every weight has states of its own; in bf16 and fp16 it also has fp32 copies of the
-    weights (deepspeed/runtime/fp16/unfused_optimizer.py). `names` are those of all its weights, in order."""
-    owners = [weight for group in optimizer.param_groups for weight in group["params"]]
-    owner_of = dict(zip(names, owners, strict=True))
+def _put_in_optimizer(outer: Any, optimizer: Any, model: Any) -> Put:
+    """For an optimizer whose every weight has states of its own; in bf16 and fp16 `outer` has fp32 copies of the
+    weights, which own them (deepspeed/runtime/fp16/unfused_optimizer.py)."""
+    name_of = {id(weight): name for name, weight in model.named_parameters()}
+    own = [group["params"] for group in optimizer.param_groups]
+    halves = getattr(outer, "fp16_groups", own)
+    pairs = (pair for weights, owners in zip(halves, own, strict=True) for pair in zip(weights, owners, strict=True))
+    owner_of = {name_of[id(weight)]: owner for weight, owner in pairs}
 
     def put(name: str, weight: Any, key: str, whole: torch.Tensor) -> None:
         owner = owner_of[name]
@@ -133,6 +140,22 @@ def _put_in_zero(name: str, weight: Any, key: str, whole: torch.Tensor) -> None:
         put(weight, whole, *state)
 
 
+def filled_groups(optimizer: Any) -> list[Any]:
+    """The Trainer without DeepSpeed keeps groups that have no weights."""
+    return [group for group in optimizer.param_groups if group["params"]] or optimizer.param_groups
+
+
+def refuse_other_groups(optimizer: Any, portable: Portable) -> None:
+    """Raises RequestError if one optimizer is the Trainer's, with weights that decay and others, and the other one is
+    of a DeepSpeed config, with all in one group."""
+    here, written = len(filled_groups(optimizer)), len(portable.groups)
+    if here != written:
+        raise RequestError(
+            f"--resume: the checkpoint's optimizer has {written} group(s) of weights, and this run's {here}: one is of "
+            "a DeepSpeed config (`optimizer`), the other one of flags. Take both from the same."
+        )
+
+
 def settle_optimizer(optimizer: Any, portable: Portable) -> None:
     """Set the step counts and the groups' settings.
 
@@ -149,7 +172,5 @@ def settle_optimizer(optimizer: Any, portable: Portable) -> None:
             state["step"] = torch.tensor(portable.steps, dtype=torch.float32, device=device)
         else:
             state["step"] = int(portable.steps)
-    # The Trainer without DeepSpeed keeps groups that have no weights.
-    groups = [group for group in optimizer.param_groups if group["params"]] or optimizer.param_groups
-    for own, written in zip(groups, portable.groups, strict=True):
+    for own, written in zip(filled_groups(optimizer), portable.groups, strict=True):
         own.update({key: value for key, value in written.settings.items() if key in own})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,10 +27,20 @@ def read_any(checkpoint: Path, written: Sharding, names: Names) -> Portable:
     if written.engine == "ddp":
         return read_plain(checkpoint, names)
     if written.engine == "fsdp":
-        return read_fsdp(checkpoint, names)
+        found = read_fsdp(checkpoint, names)
+        return replace(found, groups=with_rates(found.groups, checkpoint))
     folder = newest_tag(checkpoint)
     assert folder is not None, "its layout was read from there"
     return read_zero(folder) if written.zero_stage else read_zero0(folder, names)
+
+
+def with_rates(own: tuple[Group, ...], folder: Path) -> tuple[Group, ...]:
+    """The run's groups at the learning rates of the checkpoint, which a schedule may have lowered for good. Both are
+    the Trainer's: decayed and not decayed (pipeline/engine.py)."""
+    rates = load_pickle(folder / SCHEDULE).get("_last_lr") if (folder / SCHEDULE).is_file() else None
+    if not rates:
+        return own
+    return tuple(Group(one.names, {**one.settings, "lr": rates[min(i, len(rates) - 1)]}) for i, one in enumerate(own))
 
 
 def read_pipeline(folder: Path, own: tuple[Group, ...]) -> Portable:
@@ -39,10 +50,7 @@ def read_pipeline(folder: Path, own: tuple[Group, ...]) -> Portable:
     wanted = [name for group in own for name in group.names]
     if missing := sorted(set(wanted) - set(weights)):
         raise RequestError(f"--resume: {folder} has no weight {missing[0]}. Is it a checkpoint of this model?")
-    schedule = load_pickle(folder / SCHEDULE)
-    # Its groups are the Trainer's: decayed and not decayed (pipeline/engine.py).
-    pairs = zip(own, schedule["_last_lr"], strict=False)
-    groups = tuple(Group(group.names, {**group.settings, "lr": rate}) for group, rate in pairs)
+    groups = with_rates(own, folder)
 
     def read(name: str, key: str) -> torch.Tensor:
         found = read_tensor(weights, name) if key == WEIGHT else read_tensor(states, f"{key}:{name}")

@@ -27,6 +27,7 @@ from finetune.training.reshard.sharding import Sharding, can_load_as_it_stands, 
 from finetune.training.resuming import innermost
 from finetune.training.run_folder import write_json
 
+WEIGHT_FILES = ("model", "adapter_model")  # how the names of files begin in which the Trainer finds weights
 ADAM = {"exp_avg", "exp_avg_sq"}  # the only states for which ZeRO is known to have flat tensors
 
 
@@ -76,9 +77,15 @@ class Reshard(TrainerCallback):
         trainer, portable = self.trainer, self.portable
         assert portable is not None
         start = time.monotonic()
-        load_everything(trainer, trainer.spread.as_here(portable) if trainer.spread else portable, self.names.filled)
         engine, schedule = trainer.model_wrapped if trainer.is_deepspeed_enabled else None, portable.schedule
-        if engine is None or engine.lr_scheduler is None:
+        by_engine = engine is not None and engine.lr_scheduler is not None
+        if by_engine != (schedule is not None) or not (by_engine or (self.folder / SCHEDULE).is_file()):
+            raise RequestError(
+                "--resume: of the checkpoint's schedule of learning rates and this run's, one is of a DeepSpeed config "
+                "(`scheduler`), and the other one of flags. Take both from the same."
+            )
+        load_everything(trainer, trainer.spread.as_here(portable) if trainer.spread else portable)
+        if not by_engine:
             schedule = fit_schedule(load_pickle(self.folder / SCHEDULE), len(innermost(trainer.optimizer).param_groups))
         trainer.lr_scheduler.load_state_dict(schedule)
         if leads():
@@ -107,10 +114,11 @@ def say_move(checkpoint: Path, portable: Portable, written: Sharding, here: Shar
 
 
 def load_best(trainer: Any, checkpoint: Path) -> bool:
-    """Load the best checkpoint's weights if another layout than this DeepSpeed or FSDP run's wrote it; else return
-    False."""
+    """Load the best checkpoint's weights if another layout than this run's wrote it, and the Trainer would not find
+    them; else return False."""
     shards = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-    if not shards or trainer.args.save_only_model or not checkpoint.is_dir():
+    is_found = not shards and any(next(checkpoint.glob(f"{name}*.safetensors"), None) for name in WEIGHT_FILES)
+    if is_found or trainer.args.save_only_model or not checkpoint.is_dir():
         return False
     written = sharding_of(checkpoint)
     if can_load_as_it_stands(written, here_of(trainer)):
