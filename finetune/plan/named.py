@@ -90,8 +90,7 @@ def refuse_size(given: str) -> None:
 def scratch_config(shape: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     """The config of a model from scratch: `shape` from `finetune.run.sizes`, the vocabulary size from the tokenizer."""
     names = {"gptlite": "GPTLiteForCausalLM", MOE_TYPE: "Qwen3MoeForCausalLM"}
-    dense = {"intermediate_size": width} if (width := shape.get("moe_intermediate_size")) else {}  # of no layer
-    return {"architectures": [names[shape["model_type"]]], "vocab_size": vocab_size, **dense, **shape}
+    return {"architectures": [names[shape["model_type"]]], "vocab_size": vocab_size, **shape}
 
 
 @functools.cache

@@ -269,7 +269,8 @@ def test_numbers_that_are_too_large_or_none_are_refused_in_words(tmp_path: Path)
 def test_every_attention_of_transformers_is_known() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    assert {name.removeprefix("paged|") for name in ALL_ATTENTION_FUNCTIONS.valid_keys()} | {"eager"} == set(ATTENTIONS)
+    known = {name.removeprefix("paged|") for name in ALL_ATTENTION_FUNCTIONS.valid_keys()} | {"eager"}
+    assert known - {"sdpa_if_long"} == set(ATTENTIONS), "which models/short_attention.py registers"
 
 
 def test_a_package_that_a_flag_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
