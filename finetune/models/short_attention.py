@@ -1,7 +1,7 @@
 """Attention for bf16 on a CPU: by two products and a softmax, except for long samples without dropout.
 
-torch 2.13's fused kernel for CPUs is several times slower on short samples in bf16, where the products use the matrix
-units. With dropout SDPA is not fused at all, and slower at any length. In fp32 it is used (docs/results/limit.md)."""
+torch 2.13's fused kernel for CPUs is slower on short samples in bf16, where the products use the matrix units. With
+dropout SDPA is not fused at all, and no faster at any length. In fp32 it is used (docs/results/limit.md)."""
 
 from __future__ import annotations
 
