@@ -140,7 +140,7 @@ def open_corpus(arguments: Any, seed: int, is_alone: bool = True) -> Corpus:
         train, held_out = Dataset.from_dict({"text": manual_topics()}), None
         source = "built-in reference manual of Python"
     where = "the training data" if is_alone else f"the training data {source}"
-    if is_alone:
+    if is_alone and arguments.column_mapping:  # naming a stream's columns may read its first row
         check_mapped(arguments.column_mapping, [_names(table) for table in (train, held_out) if table is not None])
     form, train, columns = _settle(train, arguments, where, is_alone)
     was_held_out = held_out is None

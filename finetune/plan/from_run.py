@@ -80,7 +80,7 @@ def job_of(
     run = with_deepspeed(run, machine.device, notes)
     lora, asked = lora_of(run, model, notes), deepspeed_config_of(run)
     flags = precision_flags(run, stated_precision(asked), lambda: _fastest(machine, notes), bool(asked))
-    precision, device = _precision(run, flags, machine, asked), "cpu" if machine.device == "cpu" else "cuda"
+    precision, device = _precision(run, flags, machine, asked), machine.torch_device
     job = Job(
         model=with_lora(in_4bit(model) if run.value("load_in_4bit") else model, lora) if lora else model,
         engine=FSDP if run.value("fsdp") else TRAINER,
@@ -232,7 +232,7 @@ def _chunk(run: Run, model: Model, machine: Machine) -> int:
     is_whole = "lm_head" in adapted or (not asked and does_more)
     if model.head != CAUSAL or is_whole:
         return 0
-    return loss_chunk_tokens(asked, model.vocab_size, "cpu" if machine.device == "cpu" else "cuda")
+    return loss_chunk_tokens(asked, model.vocab_size, machine.torch_device)
 
 
 def _tokens(run: Run, model: Model, notes: list[str]) -> int:

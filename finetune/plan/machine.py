@@ -107,6 +107,11 @@ class Machine:
     board_power_watts: Annotated[float, NOT_NEGATIVE] = 0.0  # per GPU, the board's maximum; 0 if no source gives it
     step_factor: Annotated[float, POSITIVE] = 1.0  # a real step's time / the sum of its operators'
 
+    @property
+    def torch_device(self) -> str:
+        """The name that torch gives the device: it calls AMD's "cuda", too."""
+        return "cpu" if self.device == "cpu" else "cuda"
+
     def __hash__(self) -> int:
         """Dicts are not hashable; equal machines agree in these fields."""
         return hash((self.name, self.device, self.memory_bytes, self.memory_bandwidth))
