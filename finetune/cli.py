@@ -177,9 +177,8 @@ def _plan_options(command: argparse.ArgumentParser) -> None:
     from finetune.run.choose import recipes
 
     every = [flag for recipe in recipes().values() for flag in recipe.flags.values()]
-    flags = {
-        flag.name: flag for flag in sorted(every, key=lambda flag: flag.many)
-    }  # several values, if any recipe does
+    # Several values, if any recipe does.
+    flags = {flag.name: flag for flag in sorted(every, key=lambda flag: flag.many)}
     add(
         "--recipe",
         choices=tuple(recipes()),
@@ -220,11 +219,7 @@ def _checkpoint_options(command: argparse.ArgumentParser) -> None:
 
 def _export_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add(
-        "checkpoint",
-        metavar="CHECKPOINT",
-        help="such as runs/seq_cls/checkpoint-100, or the folder of a finished run",
-    )
+    add("checkpoint", metavar="CHECKPOINT", help="such as runs/seq_cls/checkpoint-100, or the folder of a finished run")
     add("out", metavar="OUT", help="a new or empty folder")
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help="default: fp32")
     add("--max_shard_size", default="5GB", metavar="SIZE", help="largest file, such as 500MB (default 5GB)")

@@ -16,14 +16,7 @@ from rich.text import Text
 from finetune.errors import RequestError
 from finetune.run.files import DELETING, REPLACED, STATE_FILE, SUPERSEDED, UNFINISHED
 from finetune.safe_read import read_bounded, read_json_object
-from finetune.training.checkpoints.manifest import (
-    MANIFEST,
-    Manifest,
-    checkpoints_in,
-    files_of,
-    problems,
-    read_manifest,
-)
+from finetune.training.checkpoints.manifest import MANIFEST, Manifest, checkpoints_in, files_of, problems, read_manifest
 
 VERIFIED, UNVERIFIED, BROKEN = "verified", "unverified", "broken"
 COLOURS = {VERIFIED: "green", UNVERIFIED: "yellow", BROKEN: "red"}

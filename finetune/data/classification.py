@@ -22,7 +22,7 @@ from finetune.data.columns import MULTI_LABEL, TOKENS, Columns, Labels, said_cou
 from finetune.data.label_lists import MERGED
 from finetune.data.streaming import StreamCollator, Survey, TextStream, held_out_rows, some_texts, survey
 from finetune.data.tables import ROW, SPLITS, CleanTables, Table, clean_tables, load_tables
-from finetune.data.tokenizer import Tokenized, identity, prepare_tokens, train_wordpiece
+from finetune.data.tokenizer import Tokenized, cut_to, identity, prepare_tokens, train_wordpiece
 from finetune.run.flags.text import PreparationArguments
 from finetune.run.launch import Launch
 
@@ -240,16 +240,8 @@ def _encoder(
     tokenizer: Any, columns: Columns, max_length: int
 ) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
     def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        texts = [[str(value) for value in rows[name]] for name in columns.text]
-        # One extra token distinguishes a row that was cut from one that just fits.
-        encoded = dict(tokenizer(*texts, truncation=True, max_length=max_length + 1, return_attention_mask=False))
-        cut = [len(ids) > max_length for ids in encoded["input_ids"]]
-        if any(cut):
-            some = [[text for text, was_cut in zip(column, cut, strict=True) if was_cut] for column in texts]
-            shorter = tokenizer(*some, truncation=True, max_length=max_length, return_attention_mask=False)
-            for name, values in shorter.items():
-                mended = iter(values)
-                encoded[name] = [next(mended) if was else old for old, was in zip(encoded[name], cut, strict=True)]
+        texts = ([str(value) for value in rows[name]] for name in columns.text)
+        encoded, cut = cut_to(tokenizer, max_length, **dict(zip(("text", "text_pair"), texts, strict=False)))
         return {**encoded, "length": [len(ids) for ids in encoded["input_ids"]], "truncated": cut}
 
     return encode

@@ -126,11 +126,7 @@ def is_empty(value: Any) -> bool:
 
 
 def find_labels(
-    values: Counter[Any],
-    task: str | None,
-    class_names: Sequence[str] | None,
-    where: str,
-    trained: Labels | None = None,
+    values: Counter[Any], task: str | None, class_names: Sequence[str] | None, where: str, trained: Labels | None = None
 ) -> Labels:
     """Decides whether the training labels are classes (integers or text) or numbers to predict.
 

@@ -45,6 +45,7 @@ class Corpus:
     source: str
     was_held_out: bool  # `validation` is part of the same text
     columns: str  # which are read, and which are ignored; empty for a plain text file
+    column_names: tuple[str, ...]  # as in the file, if --column_mapping is given
     notes: tuple[str, ...]  # further remarks
 
     def words(self, split: str) -> Callable[[dict[str, Any]], str]:
@@ -75,6 +76,7 @@ def open_corpora(arguments: Any, seed: int) -> list[Corpus]:
     """The training and held-out documents, one corpus for each training file. Raises RequestError."""
     paths: list[str | None] = [part.path for part in parts_of(arguments.train_file)]
     found = [open_corpus(replace(arguments, train_file=path), seed, len(paths) < 2) for path in paths or [None]]
+    check_mapped(arguments.column_mapping, [one.column_names for one in found])
     if others := [one for one in found if one.kind != found[0].kind]:
         raise RequestError(
             f"{found[0].source} has {found[0].kind}, but {others[0].source} has {others[0].kind}. Mix only files of "
@@ -140,8 +142,11 @@ def open_corpus(arguments: Any, seed: int, is_alone: bool = True) -> Corpus:
         train, held_out = Dataset.from_dict({"text": manual_topics()}), None
         source = "built-in reference manual of Python"
     where = "the training data" if is_alone else f"the training data {source}"
-    if is_alone and arguments.column_mapping:  # naming a stream's columns may read its first row
-        check_mapped(arguments.column_mapping, [_names(table) for table in (train, held_out) if table is not None])
+    # Naming a stream's columns may read its first row.
+    named = [table for table in (train, held_out) if table is not None and arguments.column_mapping]
+    column_names = tuple(name for table in named for name in _names(table))
+    if is_alone:
+        check_mapped(arguments.column_mapping, [column_names])
     form, train, columns = _settle(train, arguments, where, is_alone)
     was_held_out = held_out is None
     places = dict.fromkeys(("train", "validation"), Place.of_file(file) if file else Place(source))
@@ -163,7 +168,7 @@ def open_corpus(arguments: Any, seed: int, is_alone: bool = True) -> Corpus:
             train, held_out = _hold_out(train, percentage, seed)
     train, held_out = _first(train, arguments.max_train_samples), _first(held_out, most)
     notes = encoding_notes(arguments, ("train", "validation"))
-    return Corpus(form.kind, train, held_out, formats, places, source, was_held_out, columns, notes)
+    return Corpus(form.kind, train, held_out, formats, places, source, was_held_out, columns, column_names, notes)
 
 
 def _first(documents: Any, most: int | None) -> Any:

@@ -86,7 +86,7 @@ def encoder(
             cut_to(tokenizer, max_length, text=[prompt + text for text in rows[name]])
             for name, prompt in zip(names, prompts, strict=True)
         ]
-        sides = [side for side, _ in made]
+        sides = [side["input_ids"] for side, _ in made]
         return {
             IDS: [list(row) for row in zip(*sides, strict=True)],
             KEYS: [[key(text) for text in row] for row in zip(*(rows[name] for name in names), strict=True)],

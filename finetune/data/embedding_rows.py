@@ -13,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from datasets import Dataset
 
-from finetune.data.column_names import renames_in
 from finetune.data.columns import Columns, Labels, is_empty, label_text, said_columns
 from finetune.data.seq2seq import SOURCE, TARGET, function_rows
-from finetune.data.splits import HeldOut, open_splits, refuse_bad_rows, said_split
+from finetune.data.splits import HeldOut, open_splits, refuse_bad_rows, renamed, said_split
 from finetune.data.tables import ROW, CleanTables, Table, hold_out, settle_splits
 from finetune.errors import RequestError, plain
 from finetune.run.flags.text import PreparationArguments
@@ -96,20 +95,15 @@ def clean_rows(
 ) -> CleanTables:
     """Columns `text_0`, `text_1`, ... and, for scored pairs and labeled texts, `judged`. `said_prompt` is the
     --document_prompt if the user gave one, not the model's own. Raises RequestError."""
-    renamed = {
-        split: table.rename_columns(
-            renames_in(arguments.column_mapping, table.column_names, said_split(arguments, split))
-        )
-        for split, table in tables.items()
-    }
-    first = "train" if "train" in renamed else next(iter(renamed))
-    found = find_rows(renamed[first].column_names, said_split(arguments, first))
+    raw = renamed(arguments, tables)
+    first = "train" if "train" in raw else next(iter(raw))
+    found = find_rows(raw[first].column_names, said_split(arguments, first))
     if found.kind == CLASSES and said_prompt:
         raise RequestError(
             f"--document_prompt {said_prompt!r}: has no effect, because each row is one text with its label. "
             "--query_prompt is put before it."
         )
-    read = {split: _texts_of(table, found, said_split(arguments, split)) for split, table in renamed.items()}
+    read = {split: _texts_of(table, found, said_split(arguments, split)) for split, table in raw.items()}
     widths = {split: _width(rows) if found.kind == PAIRS else len(found.texts) for split, rows in read.items()}
     names, cleaned, skipped = _label_names(found, read, said_split(arguments, first)), {}, {}
     for split, rows in read.items():
@@ -120,7 +114,7 @@ def clean_rows(
     cleaned, note = settle_splits(
         cleaned, cut, seed, lambda train: _held_out(train, found, len(names), cut.validation_fraction, seed)
     )
-    others = tuple(name for name in renamed[first].column_names if name not in (*found.texts, found.judged))
+    others = tuple(name for name in raw[first].column_names if name not in (*found.texts, found.judged))
     columns = Columns(found.texts, found.judged, others)
     labels = Labels(found.kind, tuple(names))
     return CleanTables(cleaned, columns, labels, skipped, tuple(filter(None, (*notes, note))))

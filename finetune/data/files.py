@@ -26,14 +26,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 T = TypeVar("T")
-KINDS = {
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".txt": "csv",
-    ".json": "json",
-    ".jsonl": "json",
-    ".parquet": "parquet",
-}
+KINDS = {".csv": "csv", ".tsv": "csv", ".txt": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 TEXT_FILES = (".txt", ".text", ".md")  # for language models; each file is one document
 OFFLINE = "Offline? Give local files with --train_file (csv, tsv, json, parquet), or leave both out for built-in text."
 # Error messages of pandas 2 and 3 (_libs/src/parser/tokenizer.c). A message that does not match is shown unchanged.

@@ -24,7 +24,6 @@ from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states
 from finetune.data.charset import encoding_notes
 from finetune.data.chat.remarks import notes_of
 from finetune.data.chat.templates import DEFAULT_TEMPLATE, INVENTED, UNTEMPLATED, is_ours, read_template
-from finetune.data.column_names import renames_in
 from finetune.data.columns import said_columns, said_data
 from finetune.data.find_columns import HEAD_ROWS
 from finetune.data.places import Place
@@ -41,7 +40,7 @@ from finetune.data.preference_rows import (
     single,
     with_others,
 )
-from finetune.data.splits import unused_fraction
+from finetune.data.splits import renamed, unused_fraction
 from finetune.data.tables import at_most
 from finetune.data.tokenizer import Tokenized, identity_for_texts, prepare_tokens, train_text_tokenizer
 from finetune.errors import RequestError
@@ -74,6 +73,7 @@ class PreferenceData(Tokenized):
     account: PreferenceAccount
     tokenizer: Any
     sides: tuple[str, str]  # OF_PAIRS or OF_ANSWERS
+    is_chat: bool
 
     @property
     def lengths(self) -> Any:
@@ -153,7 +153,7 @@ class _Job:
         """Read, clean, split, tokenize and save."""
         tables, source = open_tables(self.arguments)
         sides, columns, skipped = {}, "", {}
-        for split, table in tables.items():
+        for split, table in renamed(self.arguments, tables).items():
             sides[split], skipped[split], said = self._sides(split, table)
             columns = columns or said
         notes = [*encoding_notes(self.arguments, SPLITS)]
@@ -192,8 +192,6 @@ class _Job:
         """The rows of a split, the number of bad rows left out, and which columns are read. Raises RequestError."""
         file = getattr(self.arguments, f"{split}_file")
         place = Place.of_file(file) if file else Place(f"the {split} data")
-        renames = renames_in(self.arguments.column_mapping, table.column_names, place.name)
-        table = table.rename_columns(renames) if renames else table
         head = table.select(range(min(HEAD_ROWS, len(table)))).to_list()
         kind, read = find_preferences(table.column_names, head, place.name, self.is_single)
         columns = [*chain.from_iterable(read.values())]
@@ -260,4 +258,4 @@ class _Job:
         splits = {name: Dataset.load_from_disk(str(self.folder / name)) for name in SPLITS if name in found["rows"]}
         account = PreferenceAccount(**{**found, "notes": tuple(found["notes"])})
         sides = OF_ANSWERS if self.is_single else OF_PAIRS
-        return PreferenceData(splits, account, tokenizer, sides)
+        return PreferenceData(splits, account, tokenizer, sides, is_chat)

@@ -17,10 +17,9 @@ from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
 from finetune.data.builtin import by_package
 from finetune.data.classification import ClassificationData, Kind, prepare
-from finetune.data.column_names import renames_in
 from finetune.data.columns import Columns, Labels, is_empty, said_data
 from finetune.data.files import open_file
-from finetune.data.splits import hold_out_by, open_splits, refuse_bad_rows, said_split
+from finetune.data.splits import hold_out_by, open_splits, refuse_bad_rows, renamed, said_split
 from finetune.data.tables import ROW, CleanTables, Table, settle_splits
 from finetune.data.tokenizer import train_wordpiece
 from finetune.errors import RequestError
@@ -117,9 +116,8 @@ def clean_questions(
     """Rows of `question`, `context` and, if known, the answers. Raises RequestError."""
     cleaned, skipped = Table(), {}
     others = tuple[str, ...]()
-    for split, table in tables.items():
+    for split, table in renamed(arguments, tables).items():
         said = said_split(arguments, split)
-        table = table.rename_columns(renames_in(arguments.column_mapping, table.column_names, said))
         wanted = (QUESTION, CONTEXT, *(() if split == "test" else (ANSWERS,)))
         if missing := [name for name in wanted if name not in table.column_names]:
             raise RequestError(

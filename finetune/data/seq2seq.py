@@ -176,9 +176,11 @@ def pair_encoder(
     end = tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
 
     def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        ids, source_cut = cut_to(tokenizer, max_length, text=[prefix + text for text in rows[SOURCE]])
-        written, target_cut = cut_to(tokenizer, most, text_target=rows.get(TARGET, [""] * len(ids)))
-        written = [one or [end] for one in written]  # not every tokenizer adds it, and BART cannot shift an empty row
+        sources, source_cut = cut_to(tokenizer, max_length, text=[prefix + text for text in rows[SOURCE]])
+        ids = sources["input_ids"]
+        targets, target_cut = cut_to(tokenizer, most, text_target=rows.get(TARGET, [""] * len(ids)))
+        # Not every tokenizer adds the end, and BART cannot shift an empty row.
+        written = [one or [end] for one in targets["input_ids"]]
         return {
             "input_ids": ids,
             "labels": written,

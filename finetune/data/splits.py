@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from datasets import Dataset
 
+from finetune.data.column_names import check_mapped, renames_in
 from finetune.data.files import open_file, open_hub
 from finetune.errors import RequestError
 from finetune.run.flags.text import PreparationArguments
@@ -37,6 +38,16 @@ def open_splits(
     opened = opened or (lambda split, name: open_file(f"{split}_file", name, encoding=arguments.encoding))
     tables = {name: opened(name, file) for name, file in files.items() if name in splits}
     return tables, ", ".join(Path(file).name for file in files.values())
+
+
+def renamed(arguments: Any, tables: Mapping[str, Dataset]) -> dict[str, Dataset]:
+    """The tables with the columns that --column_mapping names. Raises RequestError if no table has one of them."""
+    words = arguments.column_mapping
+    check_mapped(words, [table.column_names for table in tables.values()])
+    return {
+        split: table.rename_columns(renames_in(words, table.column_names, said_split(arguments, split)))
+        for split, table in tables.items()
+    }
 
 
 def unused_fraction(cut: PreparationArguments) -> str:

@@ -72,11 +72,7 @@ def open_stream(arguments: DataArguments, columns: Columns | None = None) -> Ite
 
 
 def survey(
-    arguments: DataArguments,
-    preparation: PreparationArguments,
-    has_validation: bool,
-    seed: int,
-    trained: Labels | None,
+    arguments: DataArguments, preparation: PreparationArguments, has_validation: bool, seed: int, trained: Labels | None
 ) -> Survey:
     """Reads the stream once for columns, labels, bad rows and the number of rows. Keeps no text."""
     stream = open_stream(arguments)

@@ -218,12 +218,16 @@ def _characters_of(texts: Iterable[str]) -> set[str]:
     return found
 
 
-def cut_to(tokenizer: Any, most: int, **texts: list[str]) -> tuple[list[list[int]], list[bool]]:
-    """Token ids of `text` or `text_target`, truncated to `most` tokens including special tokens, and which texts were
-    cut."""
-    # One extra token distinguishes a text that was cut from one that just fits.
-    ids = tokenizer(**texts, truncation=True, max_length=most + 1, return_attention_mask=False)["input_ids"]
-    was_cut = [len(one) > most for one in ids]
-    if any(was_cut):
-        ids = tokenizer(**texts, truncation=True, max_length=most, return_attention_mask=False)["input_ids"]
-    return ids, was_cut
+def cut_to(tokenizer: Any, most: int, **texts: list[str]) -> tuple[dict[str, list[Any]], list[bool]]:
+    """What the tokenizer makes of `text` and `text_pair`, or `text_target`: `input_ids` and maybe `token_type_ids`,
+    truncated to `most` tokens including special tokens; and which rows were cut."""
+    # One extra token distinguishes a row that was cut from one that just fits.
+    encoded = dict(tokenizer(**texts, truncation=True, max_length=most + 1, return_attention_mask=False))
+    cut = [len(ids) > most for ids in encoded["input_ids"]]
+    if any(cut):
+        some = {name: [text for text, was in zip(column, cut, strict=True) if was] for name, column in texts.items()}
+        shorter = tokenizer(**some, truncation=True, max_length=most, return_attention_mask=False)
+        for name, values in shorter.items():
+            mended = iter(values)
+            encoded[name] = [next(mended) if was else old for old, was in zip(encoded[name], cut, strict=True)]
+    return encoded, cut

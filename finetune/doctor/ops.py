@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from finetune.dsconfig.toolchain import compiler, has_libaio
+from finetune.dsconfig.rules.offload import compiler, has_libaio
 from finetune.host.result import ABSENT, Asked, Result, verdict, warned
 from finetune.run.environment import environment_of_child
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import psutil
 from finetune.doctor.ops import compilers, locks, ops
 from finetune.dsconfig.context import release
 from finetune.dsconfig.rules.precision import AMPERE
-from finetune.host.hardware import cores_here, driver_version, memory_granted
+from finetune.host.hardware import cores_here, cpuinfo, driver_version, memory_granted
 from finetune.host.network import hosts, hub, interfaces, meeting_place, names
 from finetune.host.result import ABSENT, FAILED, OK, WARNING, Asked, Result, verdict, warned
 from finetune.versions import TESTED, version
@@ -69,10 +70,11 @@ def packages(asked: Asked) -> Iterator[Result]:
 def processor(asked: Asked) -> Iterator[Result]:
     from finetune.training.runtime import BF16_CPU_FLAGS
 
-    quota = _cgroup("cpu.max")
+    quota = []
+    with suppress(OSError):
+        quota = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     limit = f", {int(quota[0]) / int(quota[1]):.1f} by the container" if quota and quota[0] != "max" else ""
-    flags = next((line for line in _lines("/proc/cpuinfo") if line.startswith("flags")), "").split()
-    fast = sorted(BF16_CPU_FLAGS.intersection(flags))
+    fast = sorted(BF16_CPU_FLAGS.intersection(cpuinfo("flags").split()))
     bf16 = f"bf16 with {fast[0]}" if fast else "no bf16 units: fp32 is faster here"
     yield Result("CPU", OK, f"{cores_here()} cores{limit}, {bf16}")
 
@@ -142,18 +144,6 @@ def nvme(asked: Asked) -> Iterator[Result]:
     writes, reads = speeds.bandwidth_write / 1e9, speeds.bandwidth_read / 1e9
     mend = "Offload waits for the disk in every step: ZeRO-Infinity needs several GB/s. Use CPU offload."
     yield warned("NVMe folder", min(writes, reads) >= 1, f"writes {writes:.1f}, reads {reads:.1f} GB/s", mend)
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
-
-
-def _cgroup(name: str) -> list[str]:
-    lines = _lines(f"/sys/fs/cgroup/{name}")
-    return lines[0].split() if lines else []
 
 
 def gpus(asked: Asked) -> Iterator[Result]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.doctor.ops import ON_CPU, ON_DISK, build
-from finetune.dsconfig.toolchain import compiler, has_libaio
+from finetune.dsconfig.rules.offload import compiler, has_libaio
 from finetune.host.result import ABSENT, FAILED, Result, verdict
 from finetune.measure.start import attempt, measure
 from finetune.plan.job import Job

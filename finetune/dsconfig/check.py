@@ -91,9 +91,8 @@ def check(text: str, run: Context, disabled: Collection[str] = ()) -> CheckedTex
         Placed(*document.line_and_column(slip.at), _of_slip(slip, run), bool(slip.mend)) for slip in document.slips
     ]
     about = [*shape_findings(document.value, run.version("deepspeed"), alone=run.engine == "deepspeed")]
-    wrong = {
-        finding.path for finding in about if finding.severity == "error"
-    }  # the rules add nothing about these, except secrets
+    # The rules add nothing about these, except secrets.
+    wrong = {finding.path for finding in about if finding.severity == "error"}
     config = Config(document.value)
     ruled = [finding for rule in rules_for(config) for finding in rule(config, run)]
     about += [finding for finding in ruled if finding.path not in wrong or finding.code == "DS904"]

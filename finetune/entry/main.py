@@ -22,12 +22,14 @@ from finetune.run.engine import (
     context_of,
     deepspeed_by_accelerate,
     deepspeed_config_of,
+    fsdp_by_accelerate,
     load_deepspeed,
-    refuse_batch_search,
+    refuse_under_zero3,
     refuse_unused_disk,
     settle_engine,
 )
 from finetune.run.environment import left_over, obeyed
+from finetune.run.facts import check_sharded
 from finetune.run.importing import begin_imports
 from finetune.run.launch import Launch, own_rank, read_launch
 from finetune.run.output_dir import check_output_dir
@@ -51,7 +53,7 @@ def resolve_here(recipe: Recipe, argv: Sequence[str], launch: Launch) -> Run:
     run = obeyed(run)
     run = run.noted(*vain_rates(run))
     mistakes += left_over(run, asked)
-    mistakes += [*found_wrong_here(run, asked), *raised_by(lambda: _check_deepspeed(run, asked))]
+    mistakes += [*found_wrong_here(run, asked), *raised_by(lambda: _check_engine(run, asked))]
     if launch.speaks:
         # The output folder comes last: choosing another one fixes none of the flags.
         mistakes += raised_by(*(partial(look, run) for look in _looks_ahead()), partial(check_output_dir, run))
@@ -59,14 +61,16 @@ def resolve_here(recipe: Recipe, argv: Sequence[str], launch: Launch) -> Run:
     return run
 
 
-def _check_deepspeed(run: Run, asked: str | None) -> None:
+def _check_engine(run: Run, asked: str | None) -> None:
     if asked:  # checked again once the GPUs are known
         precision: dict[str, bool] = {name: run.given[name] for name in ("bf16", "fp16") if name in run.given}
         loaded = load_deepspeed(run, asked, context_of(run, precision, has_cuda=None))
         refuse_unused_disk(run, loaded.config, loaded.name)
     elif deepspeed_by_accelerate(run) and run.value("do_train"):
-        refuse_batch_search(run, config_of_fields(), "by accelerate")
+        refuse_under_zero3(run, config_of_fields(), "by accelerate")
         check_fields(context_of(run, {}, has_cuda=None, engine="trainer"), tuple(run.value("disable_check") or ()))
+    elif run.value("fsdp") or fsdp_by_accelerate(run):
+        check_sharded(run)
 
 
 def _looks_ahead() -> Sequence[Callable[[Run], None]]:

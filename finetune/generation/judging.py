@@ -28,11 +28,7 @@ class TextMetrics(LoadedMetrics):
     applies the metrics called `names` to generated texts. Raises RequestError for a metric that cannot be loaded."""
 
     def __init__(
-        self,
-        names: Sequence[str],
-        task: str,
-        own: Mapping[str, bool],
-        of_rows: Callable[[Any], dict[str, float]],
+        self, names: Sequence[str], task: str, own: Mapping[str, bool], of_rows: Callable[[Any], dict[str, float]]
     ) -> None:
         self.labels, self.own, self.of_rows = Labels(task, ()), own, of_rows
         self.metrics = load_metrics(names, None, SAMPLES, task.replace("_", " "), tuple(own))

@@ -53,7 +53,7 @@ def pair_source(session: Session) -> Seq2SeqSource:
             "share. Use --deepspeed zero3, which shards the same."
         )
     source = find_seq2seq_source(session[Seq2SeqModelArguments], session[PairArguments])
-    session.say(*check_adapter(session.run, source.adapter, session.shards_weights))
+    session.say(*check_adapter(session.run, source.adapter))
     return source
 
 

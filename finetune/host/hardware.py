@@ -46,19 +46,19 @@ def machine() -> dict[str, Any]:
     """Processor, usable cores, memory in bytes, and GPU names; nothing that identifies the host or the user."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
+        "processor": cpuinfo("model name") or platform.processor() or "unknown",
         "cores": cores_here(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": gpu_names(),
     }
 
 
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or "unknown"
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+def cpuinfo(name: str, file: Path = Path("/proc/cpuinfo")) -> str:
+    """What Linux says of the first core under `name`; "" if it says nothing, and on other systems."""
+    with suppress(OSError):
+        lines = file.read_text().splitlines()
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
+    return ""
 
 
 ROOT = Path("/sys/fs/cgroup")

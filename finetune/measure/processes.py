@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from finetune.measure.outcome import Outcome, outcome_of
-from finetune.run.environment import environment_of_child
+from finetune.run.environment import environment_of_child, processes_with
 from finetune.run.launch import free_port
 
 PYTHON, TORCHRUN, DEEPSPEED = "python", "torchrun", "deepspeed"
@@ -62,21 +62,11 @@ def all_ended() -> Iterator[dict[str, str]]:
             yield {MARK: mark}
         finally:
             for end in (psutil.Process.terminate, psutil.Process.kill):
-                members = marked(mark)
+                members = processes_with(MARK, mark)
                 for member in members:
                     with suppress(psutil.Error):
                         end(member)
                 psutil.wait_procs(members, GRACE_SECONDS)
-
-
-def marked(mark: str) -> list[Any]:
-    """Processes with the mark in their environment; orphans are not among this process's children."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it has ended, or belongs to another user
-            if process.environ().get(MARK) == mark:
-                found.append(process)
-    return found
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def measure(job: Job, config: dict[str, Any] | None, folder: Path, steps: int = 
 def arguments(job: Job, config: dict[str, Any] | None, folder: Path, steps: int, **more: object) -> list[str]:
     """The command line of `finetune.measure`; writes the files that it names into `folder`."""
     model = job.model.sizes.config
-    if job.expert_parallel_size > 1:  # spread experts hand no logits to the model's own router loss, which is no plan's
+    if job.expert_parallel_size > 1:  # no logits reach the model's own router loss, which no plan has
         model = {**model, "output_router_logits": False}
     (folder / "model.json").write_text(json.dumps(model))
     flags: dict[str, Any] = {

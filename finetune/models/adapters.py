@@ -16,7 +16,7 @@ from torch import nn
 from finetune.errors import RequestError, first_line, plain
 from finetune.models.experts import mixture_of
 from finetune.models.source import OF_LABELS, Kept, Named, from_pretrained, load_weights, with_labels
-from finetune.run.facts import base_dtype, check_sharded, left_to_adapter
+from finetune.run.facts import base_dtype, left_to_adapter
 from finetune.run.files import GENERATION_CONFIG
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.text import ModelArguments
@@ -98,12 +98,10 @@ WITHOUT_NEW_HEAD = ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION")  # a pret
 POOLER = "pooler"  # as in BERT; masked language models are pretrained without it
 
 
-def check_adapter(run: Run, adapter: Path | None, shards: bool) -> list[str]:
+def check_adapter(run: Run, adapter: Path | None) -> list[str]:
     """Raises RequestError if the adapter flags do not fit the model. `adapter` is the adapter's folder if
     --model_name_or_path names one, else None; a YAML's lines yield to its settings, and the returned note names them.
     finetune.run.conflicts covers what the flags alone show."""
-    if shards:
-        check_sharded(run)
     if adapter is None:
         return []
     if importlib.util.find_spec("peft") is None:
@@ -141,6 +139,11 @@ def with_adapter(model: Any, arguments: AdapterArguments, adapter: Path | None, 
         model = _new(model, arguments, task)
     else:
         return model
+    for config in model.peft_config.values():
+        base = Path(config.base_model_name_or_path or "").expanduser()
+        if config.base_model_name_or_path and base.is_dir():
+            # From another folder, a relative path would name another model, or a stranger's on the hub.
+            config.base_model_name_or_path = str(base.absolute())
     for weight in model.parameters():  # peft leaves a copied module in its base's dtype
         if weight.requires_grad and weight.dtype in (torch.bfloat16, torch.float16) and not hasattr(weight, "ds_id"):
             weight.data = weight.data.float()

@@ -53,11 +53,7 @@ def scratch_config(arguments: CausalModelArguments) -> GPTLiteConfig | Qwen3MoeC
 
 
 def build_causal_lm(
-    arguments: CausalModelArguments,
-    source: CausalSource,
-    tokenizer: Any,
-    seed: int,
-    kept: Kept = IN_FP32,
+    arguments: CausalModelArguments, source: CausalSource, tokenizer: Any, seed: int, kept: Kept = IN_FP32
 ) -> Any:
     """The model: pretrained weights stored as `kept` says, or new ones initialized from `seed`. Call it after
     `TrainingArguments`, so that ZeRO-3 shards it. Raises RequestError if the tokenizer has more tokens than a

@@ -17,15 +17,7 @@ from transformers import (
 from finetune.data.columns import MULTI_LABEL, TOKENS, Labels
 from finetune.errors import RequestError
 from finetune.models.adapters import heads_of
-from finetune.models.source import (
-    IN_FP32,
-    Kept,
-    TextSource,
-    find_text_source,
-    load_weights,
-    positions_of,
-    with_labels,
-)
+from finetune.models.source import IN_FP32, Kept, TextSource, find_text_source, load_weights, positions_of, with_labels
 from finetune.run.facts import NO_LIMIT, tokens_of
 from finetune.run.files import SETTLED, TEXT_COLUMNS
 from finetune.run.flags.text import ModelArguments

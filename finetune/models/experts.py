@@ -95,7 +95,8 @@ def refusal(model: Any) -> str | None:
             twin.router_aux_loss_coef = 0.0
             given = twin(input_ids=ids, attention_mask=mask, labels=ids, **{ASKED: True})
             plain = twin(input_ids=ids, attention_mask=mask, labels=ids, **{ASKED: False}).loss
-            counts, sums, rows = balance(given.router_logits, _chosen(twin), mask)
+            chosen = int(twin.config.get_text_config().num_experts_per_tok)
+            counts, sums, rows = balance(given.router_logits, chosen, mask)
     except Exception as error:  # a shortened config or model can raise anything
         return f"{name} could not be checked ({first_line(error)})"
     if not torch.isclose(given.aux_loss, router_loss(counts, sums, rows), rtol=1e-4):
@@ -108,10 +109,6 @@ def narrow(model: Any) -> dict[str, int]:
     if mixture_of(model) is None:
         return {}
     return {name: value for name, value in NARROW.items() if hasattr(model.config, name)}
-
-
-def _chosen(model: Any) -> int:
-    return int(model.config.get_text_config().num_experts_per_tok)
 
 
 def balance(

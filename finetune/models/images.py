@@ -18,18 +18,8 @@ from transformers import (
 from finetune.data.columns import Labels
 from finetune.data.image_decoding import CHANNELS
 from finetune.errors import RequestError, first_line
-from finetune.models.alexnet import (
-    AlexNetConfig,
-    AlexNetForImageClassification,
-    alexnet_pipeline,
-    draw_weights,
-)
-from finetune.models.batch_norm import (
-    batch_norms,
-    freeze_batch_norm,
-    keep_statistics_in_fp32,
-    synchronise_batch_norm,
-)
+from finetune.models.alexnet import AlexNetConfig, AlexNetForImageClassification, alexnet_pipeline, draw_weights
+from finetune.models.batch_norm import batch_norms, freeze_batch_norm, keep_statistics_in_fp32, synchronise_batch_norm
 from finetune.models.classifier import trained_labels
 from finetune.models.pipeline import PipelineModel
 from finetune.models.resnet_group_norm import GroupNormResNetConfig, GroupNormResNetForImageClassification

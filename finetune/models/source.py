@@ -145,10 +145,7 @@ def from_pretrained(auto: Any, flag: str, name: str, arguments: Any, mend: str =
         raise RequestError(f"--{flag} {name}: the folder has no config.json; it holds {there}.")
     if looks_local:
         check_model_folder(place, f"--{flag} {name}", arguments.trust_remote_code)
-    where = {
-        "revision": arguments.model_revision,
-        "local_files_only": not looks_local and not hub_is_reachable(),
-    }
+    where = {"revision": arguments.model_revision, "local_files_only": not looks_local and not hub_is_reachable()}
     try:
         if auto is AutoConfig and not looks_local and not arguments.trust_remote_code:
             refuse_code(PretrainedConfig.get_config_dict(name, **where)[0], "config.json", f"--{flag} {name}")

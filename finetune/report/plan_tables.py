@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from finetune.errors import plain
 from finetune.plan.search import slower_by
 from finetune.report.plan_words import (
-    SHARING,
-    SPREADING,
+    EP,
+    SP,
     fills_host,
     headline,
     in_order,
@@ -165,11 +165,11 @@ def layout_table(plan: Plan, found: Found) -> Table:
             number(one.samples_per_second), f"{one.samples_per_second / best.samples_per_second:.2f}x",
             _why(best, one),
         ))  # fmt: skip
-    columns = ("#", LAYOUT, MICRO, ACCUMULATION, CHECKPOINTING, STAGES, SHARING, SPREADING, PEAK, OF_LIMIT, STEP,
+    columns = ("#", LAYOUT, MICRO, ACCUMULATION, CHECKPOINTING, STAGES, SP, EP, PEAK, OF_LIMIT, STEP,
                RATE, RELATIVE, WHY)  # fmt: skip
     title = f"Layouts that fit into {gib(plan.limit_bytes)} GiB per rank, fastest first"
     table = Table(title, columns, tuple(rows), expendable=(OF_LIMIT, WHY, STEP), texts=(LAYOUT, WHY), folding=(WHY,))
-    return table.unusual({ACCUMULATION: "1", CHECKPOINTING: "no", STAGES: "1", SHARING: "1", SPREADING: "1"})
+    return table.unusual({ACCUMULATION: "1", CHECKPOINTING: "no", STAGES: "1", SP: "1", EP: "1"})
 
 
 def _why(best: Candidate, other: Candidate) -> str:

@@ -125,7 +125,7 @@ def moment_words(moment: Moment) -> str:
     return plain(f"{moment.phase}, {moment.where}" if moment.where else moment.phase)
 
 
-SHARING, SPREADING = "SP", "EP"  # ranks per text, and per set of experts
+SP, EP = "SP", "EP"  # ranks per text, and per set of experts
 # By question: the answer; the next size, which fails; and what to print if there is none.
 WORDS = {
     "longest": ("The longest block that fits: {} tokens", "{} do not fit", "The model reads no more than that"),
@@ -149,9 +149,9 @@ def show_answer(answer: Answer | None, lines: list[str], console: Console | None
         console.print(line, style=None if line.startswith(" ") else "bold", markup=False, highlight=False, emoji=False)
     if answer is not None and len(answer.options) > 1:
         rows = tuple((_said(size), *_cells(one)) for size, one in answer.options)
-        columns = ("largest", "layout", "ckpt", SHARING, SPREADING, "peak GiB", "host GiB per node", "speed")
+        columns = ("largest", "layout", "ckpt", SP, EP, "peak GiB", "host GiB per node", "speed")
         table = Table("By layout", columns, rows, texts=("layout",))
-        print_table(console, table.unusual({SHARING: "1", SPREADING: "1"}).fitted(console.width))
+        print_table(console, table.unusual({SP: "1", EP: "1"}).fitted(console.width))
     if lines:
         console.print()
 

@@ -34,17 +34,13 @@ def candidates(argv: Sequence[str], named: str | None = None) -> list[Recipe]:
         raise RequestError(f"recipe is {named!r}, but there is no such recipe. The recipes are {', '.join(every)}.")
     found = [one for one in every.values() if named is None or named in (one.name, *one.reads)]
     found.sort(key=lambda recipe: recipe.name != named)
-    unknown = [len([name for name in given if not _knows(recipe, name)]) for recipe in found]
+    unknown = [sum(not {name, name.removeprefix("no_")} & recipe.flags.keys() for name in given) for recipe in found]
     return [recipe for recipe, many in zip(found, unknown, strict=True) if many == min(unknown)]
 
 
 def is_told(argv: Sequence[str], named: str | None = None) -> bool:
     """Whether the recipe is known for sure: it is named, or only one fits the flags."""
     return bool(named or _said(argv)[1]) or len(candidates(argv)) == 1
-
-
-def _knows(recipe: Recipe, name: str) -> bool:
-    return name in recipe.flags or name.removeprefix("no_") in recipe.flags
 
 
 def _said(argv: Sequence[str]) -> tuple[Collection[str], str | None]:

@@ -25,10 +25,7 @@ NEEDS = {"use_peft": "peft", "load_in_4bit": "bitsandbytes", "use_liger_kernel":
 # The names in transformers 5.23 (modeling_utils.py, AttentionInterface); a name with a slash is a kernel on the hub.
 ATTENTIONS = "eager sdpa flex_attention flash_attention_2 flash_attention_3 flash_attention_4".split()
 # Our metrics for the --task values that do not support all of them.
-METRICS_OF_TASK = {
-    "multi_label_classification": ("accuracy", "f1"),
-    "regression": ("mse", "pearson"),
-}
+METRICS_OF_TASK = {"multi_label_classification": ("accuracy", "f1"), "regression": ("mse", "pearson")}
 # Metrics and plots are made from all rows at once, at the end of an evaluation.
 WHOLE_EVALUATION = {
     "prediction_loss_only": False,

@@ -16,6 +16,7 @@ from finetune.dsconfig.context import Context
 from finetune.dsconfig.load import Loaded, find_config, load, on_disk
 from finetune.dsconfig.parse import NotJsonError, parse
 from finetune.errors import RequestError
+from finetune.run.facts import check_sharded
 from finetune.run.launch import accelerate_uses_deepspeed, accelerate_uses_fsdp
 from finetune.run.run import Run
 
@@ -188,7 +189,7 @@ def context_of(
 def load_deepspeed(run: Run, asked: str, context: Context) -> Loaded:
     """Read and check the config for this run. Raises RequestError with all its errors."""
     found = load(asked, context, run.value("disable_check") or ())
-    refuse_batch_search(run, found.config, found.name)
+    refuse_under_zero3(run, found.config, found.name)
     return found
 
 
@@ -203,8 +204,11 @@ def refuse_unused_disk(run: Run, config: Mapping[str, Any], name: str) -> None:
         raise RequestError(f"{run.said('nvme_path')}, which does nothing: {name} {found}. Drop it, or use zero3_nvme.")
 
 
-def refuse_batch_search(run: Run, config: Mapping[str, Any], name: str) -> None:
-    """Raises RequestError early; transformers 5.23 would after loading the model (trainer.py,
-    create_accelerator_and_postprocess)."""
-    if run.value("auto_find_batch_size") and (config.get("zero_optimization") or {}).get("stage") == 3:
+def refuse_under_zero3(run: Run, config: Mapping[str, Any], name: str) -> None:
+    """Raises RequestError for what ZeRO-3 cannot do. For the batch size, transformers 5.23 would after loading the
+    model (trainer.py, create_accelerator_and_postprocess)."""
+    if Config(config).stage != 3:
+        return
+    check_sharded(run)
+    if run.value("auto_find_batch_size"):
         raise RequestError(f"{run.said('auto_find_batch_size')}, which ZeRO-3 ({name}) cannot do. Drop it.")

@@ -6,9 +6,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from finetune.run.launch import is_on
 from finetune.run.run import Run
+
+if TYPE_CHECKING:
+    import psutil
 
 PRECISION, CPU = "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU"
 PRECISIONS = ("no", "bf16", "fp16")
@@ -99,3 +104,16 @@ def environment_of_child() -> dict[str, str]:
     would look there first, and a stranger's torch.py may be there. Python 3.10 ignores PYTHONSAFEPATH and does look."""
     path = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+
+
+def processes_with(variable: str, value: str) -> list[psutil.Process]:
+    """The living processes with this in their environment: all descendants of a process that was started so, orphans
+    and those in sessions of their own included, as torchrun's ranks are."""
+    import psutil
+
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or belongs to another user
+            if process.environ().get(variable) == value and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found

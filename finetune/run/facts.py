@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError
+from finetune.run.files import ADAPTER_CONFIG
 from finetune.run.flags.adapter import OF_NEW_ADAPTERS, PURE
 from finetune.run.flags.language import LEAST_BLOCK
 from finetune.run.flags.text import LEAST_TOKENS
@@ -137,9 +138,12 @@ def check_sharded(run: Run) -> None:
     whole = {
         "load_in_4bit": "quantized weights would be split without the scales that belong to them",
         "lora_use_dora": "it reads each frozen weight after its layer has released it",
+        "model_name_or_path": "its adapter, DoRA, reads each frozen weight after its layer has released it",
     }
+    folder = Path(str(run.value("model_name_or_path"))).expanduser()
+    known = read_json_object(folder / ADAPTER_CONFIG, inside=folder) if (folder / ADAPTER_CONFIG).is_file() else {}
     for name, why in whole.items():
-        if run.value("use_peft") and run.value(name):
+        if run.value("use_peft") and (known.get("use_dora") if name == "model_name_or_path" else run.value(name)):
             raise RequestError(
                 f"{run.said(name)}, but ZeRO-3 and FSDP shard weights: {why}. Use zero2, zero1 or no DeepSpeed, or "
                 "leave it out."

@@ -109,13 +109,7 @@ def _template(name: str) -> str | None:
     )
 
 
-KINDS = {
-    FILE: missing_file,
-    FOLDER: _folder,
-    NAME_OR_PATH: _name_or_path,
-    METRIC: _metric,
-    TEMPLATE: _template,
-}
+KINDS = {FILE: missing_file, FOLDER: _folder, NAME_OR_PATH: _name_or_path, METRIC: _metric, TEMPLATE: _template}
 
 
 def _there(missing: Path) -> str:

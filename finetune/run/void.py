@@ -251,8 +251,5 @@ def _is_void(row: Void, run: Run) -> bool:
 
 def is_overruled(source: str, by: str | None) -> bool:
     """Whether a value from `source` yields to a value from `by`; None means not given."""
-    return by is not None and source != COMMAND_LINE and (by == COMMAND_LINE or _is_record(source))
-
-
-def _is_record(source: str) -> bool:
-    return Path(source.rpartition(" line ")[0]).name == RUN_RECORD
+    is_record = Path(source.rpartition(" line ")[0]).name == RUN_RECORD
+    return by is not None and source != COMMAND_LINE and (by == COMMAND_LINE or is_record)

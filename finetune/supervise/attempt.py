@@ -19,6 +19,7 @@ import psutil
 
 from finetune.errors import INTERRUPTED, RequestError
 from finetune.run import supervised
+from finetune.run.environment import processes_with
 from finetune.supervise.command import Command
 from finetune.supervise.decide import TRY_AGAIN, End
 from finetune.training.checkpoints.manifest import CHECKPOINT, checkpoints_in
@@ -87,7 +88,7 @@ def _wait(process: subprocess.Popen[bytes], mark: str, requested: Requested, loo
             passed_on = requested.times
             interrupted = _pass_on(requested, mark, process)
         if interrupted and time.monotonic() - requested.at > INTERRUPTED_SECONDS:
-            members = _marked(mark)
+            members = processes_with(MARK, mark)
             if interrupted <= set(members):  # none has ended, so it was no terminal, but `kill -INT`
                 _signal(_ranks(members) or [psutil.Process(process.pid)], signal.SIGINT)
             interrupted.clear()
@@ -99,7 +100,7 @@ def _wait(process: subprocess.Popen[bytes], mark: str, requested: Requested, loo
 def _pass_on(requested: Requested, mark: str, process: subprocess.Popen[bytes]) -> set[psutil.Process]:
     """SIGTERM to the ranks of this host, because launchers treat signals differently (docs/launch.md). A terminal sends
     SIGINT to them itself: returned are those that should then end. A second one kills them."""
-    members = _marked(mark)
+    members = processes_with(MARK, mark)
     ranks = _ranks(members) or [psutil.Process(process.pid)]
     if requested.number != signal.SIGINT:
         _signal(ranks, signal.SIGTERM)
@@ -113,22 +114,13 @@ def _pass_on(requested: Requested, mark: str, process: subprocess.Popen[bytes]) 
 def _end_left_over(mark: str, requested: Requested) -> None:
     """End the ranks that outlive their launcher: they would train on in the folder that the next attempt writes."""
     asked_at = None
-    while members := _marked(mark):
+    while members := processes_with(MARK, mark):
         if asked_at is None:
             asked_at = time.monotonic()
             _signal(_ranks(members) or members, signal.SIGTERM)
         elif time.monotonic() - asked_at > LEFT_OVER_SECONDS or requested.times > 1:
             _signal(members, signal.SIGKILL)
         time.sleep(POLL_SECONDS)
-
-
-def _marked(mark: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
 
 
 def _ranks(members: Sequence[psutil.Process]) -> list[psutil.Process]:

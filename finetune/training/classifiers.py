@@ -18,7 +18,7 @@ from finetune.training.start import Session
 def text_source(session: Session, max_seq_length: int | None) -> Source:
     """Find the model, without loading its weights. Raises RequestError for flags that do not fit it."""
     source = find_source(session[ModelArguments], max_seq_length)
-    session.say(*check_adapter(session.run, source.adapter, session.shards_weights))
+    session.say(*check_adapter(session.run, source.adapter))
     return source
 
 

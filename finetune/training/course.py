@@ -14,15 +14,7 @@ from finetune.run.files import IDENTITY, STATE_FILE
 from finetune.run.run import Run
 from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.flags_of_before import changed_flags, compared_flags, refuse_changed
-from finetune.training.checkpoints.identity import (
-    SHOWN,
-    Identity,
-    Stretch,
-    new_id,
-    read_identity,
-    read_run,
-    shown,
-)
+from finetune.training.checkpoints.identity import SHOWN, Identity, Stretch, new_id, read_identity, read_run, shown
 from finetune.training.checkpoints.manifest import CHECKPOINT
 from finetune.training.checkpoints.writing import leads, of_first, together
 from finetune.versions import versions

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback
 
 from finetune.data.columns import WIDTHS
 from finetune.data.embedding import IDS, KEYS, EmbeddingData
@@ -25,10 +24,12 @@ from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.text import ModelArguments
 from finetune.run.recipes.embedding import EmbeddingArguments, EmbeddingDataArguments
 from finetune.training.contrast import Contrast, contrast
+from finetune.training.evaluation import AtTrainBegin
 from finetune.training.merging import merged
 from finetune.training.mining import WithNegatives, mine
 from finetune.training.model_card import Card, write_card
 from finetune.training.results import pictures_of, rows_table, sentences
+from finetune.training.resuming import kept_random_states, rng_state, set_rng_state
 from finetune.training.retrieval import embedding_metrics
 from finetune.training.start import Session
 from finetune.training.trainer import FinetuneTrainer
@@ -43,7 +44,7 @@ class Part:
 
     losses: Tensor
     gradient: Tensor
-    random: list[Tensor] | None = None
+    random: dict[str, Any] | None = None
 
 
 class EmbeddingTrainer(FinetuneTrainer):
@@ -73,7 +74,7 @@ class EmbeddingTrainer(FinetuneTrainer):
                 f"--mined_negatives {count}: the data are {of.kind}, and only pairs have negatives. Drop it."
             )
         self.train_dataset = WithNegatives(self.train_dataset, count)
-        self.add_callback(_Mines(self))
+        self.add_callback(AtTrainBegin(self.mine))
 
     def vectors(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Vectors (B, C, D) in fp32 of B rows of C texts. The i-th texts of all rows are padded to the same length."""
@@ -98,7 +99,7 @@ class EmbeddingTrainer(FinetuneTrainer):
         made, drawn = [], []
         for sample in self.samples:
             inputs = self._prepare_inputs(sample)
-            drawn.append(random_states(self.args.device))
+            drawn.append(rng_state())
             with torch.no_grad():
                 made.append(self.vectors(model, inputs))
         found = self._contrasted(made, self.samples)
@@ -130,7 +131,7 @@ class EmbeddingTrainer(FinetuneTrainer):
             if not self.parts and len(self.samples) > 1:
                 self.parts = self._look_ahead(model)
             part = self.parts[given[PLACE]] if self.parts else None
-            with replayed(part.random if part else None, self.args.device):
+            with replayed(part.random if part else None):
                 vectors = self.vectors(model, given)
             if part is None:
                 self.parts = [part] = self._contrasted([vectors.detach()], [given])
@@ -155,46 +156,24 @@ class EmbeddingTrainer(FinetuneTrainer):
     def embedded(self, texts: list[list[int]]) -> Tensor:
         """Vectors (texts, D), without a gradient, of texts given as token ids. All ranks must call it with the same
         texts."""
-        size, world, rank, parts = self.args.eval_batch_size, self.args.world_size, self.args.process_index, []
+
+        def compute(inputs: dict[str, Any]) -> Tensor:
+            with self.compute_loss_context_manager():
+                return self.vectors(self.model_wrapped, inputs)[:, 0]
+
         order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
-        for begin in range(0, len(texts), size * world):
-            self.progress()
-            some = order[begin : begin + size * world]
-            own = [some[min(rank * size + i, len(some) - 1)] for i in range(size)]  # pads with the last text
-            rows = [{IDS: [texts[i]], KEYS: [0]} for i in own]
-            inputs = self._prepare_inputs(self.data_collator(rows))
-            with torch.no_grad(), self.compute_loss_context_manager():
-                made = self.vectors(self.model_wrapped, inputs)[:, 0].contiguous()
-            parts.append(self.accelerator.gather(made)[: len(some)].cpu())
-        found = torch.cat(parts)
+        found = self.computed(order, lambda i: {IDS: [texts[i]], KEYS: [0]}, compute)
         return torch.empty_like(found).index_copy_(0, torch.tensor(order), found)
 
 
-class _Mines(TrainerCallback):
-    """Mines negatives once the engine is built, before the first step."""
-
-    def __init__(self, trainer: EmbeddingTrainer) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.mine()
-
-
-def random_states(device: torch.device) -> list[Tensor]:
-    """The random states of the CPU and the device."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
 @contextlib.contextmanager
-def replayed(states: list[Tensor] | None, device: torch.device) -> Iterator[None]:
+def replayed(states: dict[str, Any] | None) -> Iterator[None]:
     """In this block random numbers come from these states; the states outside it do not change."""
     if states is None:
         yield
         return
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.set_rng_state(states[0])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(states[1], device)
+    with kept_random_states():
+        set_rng_state(states)
         yield
 
 
@@ -218,7 +197,7 @@ def embedding_source(session: Session) -> EncoderSource:
     source = find_encoder_source(
         session[ModelArguments], session[EmbeddingArguments].pooling, asked.max_seq_length, prompts
     )
-    session.say(*check_adapter(run, source.model.adapter, session.shards_weights))
+    session.say(*check_adapter(run, source.model.adapter))
     return source
 
 

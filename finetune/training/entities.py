@@ -19,14 +19,7 @@ from finetune.data.token_labels import WORDS
 from finetune.training.merging import merged, use_of
 from finetune.training.metrics import TaskMetrics
 from finetune.training.model_card import Card, write_card
-from finetune.training.results import (
-    label_counts,
-    pictures_of,
-    rows_table,
-    sentences,
-    write_confusion,
-    write_per_label,
-)
+from finetune.training.results import label_counts, pictures_of, rows_table, sentences, write_confusion, write_per_label
 from finetune.training.run_folder import write_text
 from finetune.training.start import Session
 from finetune.training.thresholds import named_figures

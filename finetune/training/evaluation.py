@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
 from transformers.trainer_utils import PredictionOutput
 
 from finetune.models.chunked_loss import row_figures
@@ -77,14 +82,50 @@ class EvaluatingMixin(EvaluatesOnce, AnyTrainer):
             return loss, row_figures(logits, labels), labels[:, :1]
         return loss, logits, labels
 
-    def predict_in_input_order(self, dataset: Any, metric_key_prefix: str = "predict") -> PredictionOutput:
+    def computed(
+        self, rows: Sequence[int], row: Callable[[int], Any], compute: Callable[[dict[str, Any]], Tensor]
+    ) -> Tensor:
+        """What `compute` returns for the batches of these rows (rows, ...), in their order, on the CPU. It runs without
+        gradients and dropout. Each rank computes its share of every batch, so all ranks must call it."""
+        size, world, rank, parts = self.args.eval_batch_size, self.args.world_size, self.args.process_index, []
+        with torch.no_grad(), evaluating(self.model_wrapped):
+            for begin in range(0, len(rows), size * world):
+                self.progress()
+                some = rows[begin : begin + size * world]
+                own = [some[min(rank * size + i, len(some) - 1)] for i in range(size)]  # pads with the last row
+                made = compute(self._prepare_inputs(self.data_collator([row(i) for i in own])))
+                parts.append(self.accelerator.gather(made.contiguous())[: len(some)].cpu())
+        return torch.cat(parts)
+
+    def predict_in_input_order(self, dataset: Any) -> PredictionOutput:
         """Like `predict`, with results in the order of the rows. If the data set has a column `length`, batches hold
         rows of similar length."""
         if "length" not in getattr(dataset, "column_names", ()):
-            return self.predict(dataset, metric_key_prefix=metric_key_prefix)
+            return self.predict(dataset, metric_key_prefix="predict")
         order = np.argsort(-np.asarray(dataset["length"]), kind="stable")
-        output = self.predict(dataset.select(order), metric_key_prefix=metric_key_prefix)
+        output = self.predict(dataset.select(order), metric_key_prefix="predict")
         back = np.argsort(order)
         first = output.predictions[0] if isinstance(output.predictions, tuple) else output.predictions
         truth = None if output.label_ids is None else output.label_ids[back]
         return PredictionOutput(first[back], truth, output.metrics)
+
+
+class AtTrainBegin(TrainerCallback):
+    """Does this work once the engine is built, before the first step."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.work = work
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.work()
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """In this block the model is in evaluation mode, without dropout."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

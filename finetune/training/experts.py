@@ -96,7 +96,7 @@ class RoutedMixin:
         if experts is None:
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         if self.coming:
-            if self.spread and experts.logits is None:
+            if self.expert_parallel and experts.logits is None:
                 experts.watch_routers([(one.router, one.router.gate) for _, one in layers_of(experts.base)])
             experts.begin_step()
             if experts.weight and len(self.coming) > 1:

@@ -16,11 +16,7 @@ from finetune.models.source import positions_of
 from finetune.models.tiled_mlp import choose_tiled_mlp, use_tiled_mlp
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.experts import ExpertArguments
-from finetune.run.flags.language import (
-    BlockArguments,
-    CausalModelArguments,
-    SampleArguments,
-)
+from finetune.run.flags.language import BlockArguments, CausalModelArguments, SampleArguments
 from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.flags.sequence_parallel import SequenceParallelArguments
 from finetune.training.expert_parallel import section_for
@@ -35,7 +31,7 @@ def language_source(session: Session) -> CausalSource:
     """Find the model, without loading its weights. Raises RequestError for flags that do not fit it."""
     arguments, run = session[CausalModelArguments], session.run
     source = find_causal_source(arguments, session[BlockArguments].block_size)
-    session.say(*check_adapter(run, source.adapter, session.shards_weights))
+    session.say(*check_adapter(run, source.adapter))
     if run.stages is not None:
         check_gptlite(source, arguments)
         check_cut(pipeline_layers(source.config, seed=None), session[PipelineArguments].partition_method, run.stages)

@@ -13,6 +13,7 @@ from finetune.run.flags.language import CausalModelArguments
 from finetune.run.flags.text import ModelArguments
 from finetune.safe_read import read_json_object
 from finetune.training.run_folder import add_to_config
+from finetune.training.samples import QUESTION
 from finetune.training.start import Session
 
 USE_ADAPTER = """import json
@@ -26,11 +27,31 @@ model = {auto}.from_pretrained(folder, id2label={{int(i): name for i, name in na
 """
 
 
+USE_WRITER = """import finetune.models.gptlite  # makes GPT-lite known to transformers; other models do without
+from transformers import pipeline
+
+write = pipeline("text-generation", "path/to/this/folder"{own})
+said = write({prompt}, max_new_tokens=100)[0]["generated_text"]
+print({said})"""
+
+
+def use_of_writer(session: Session, is_chat: bool) -> str:
+    """Python that opens the folder of a language model and lets it write, or answer."""
+    own = ', tokenizer="path/to/this/folder"' if _has_adapted(session) else ""  # transformers would take the base's
+    if is_chat:
+        turns = f'[{{"role": "user", "content": "{QUESTION}"}}]'
+        return USE_WRITER.format(own=own, prompt=turns, said='said[-1]["content"]')
+    return USE_WRITER.format(own=own, prompt='"The "', said="said")
+
+
+def _has_adapted(session: Session) -> bool:
+    return bool(session.run.value("use_peft") and session.training.do_train)
+
+
 def use_of(session: Session, name: str, whole: str) -> str:
     """Python that opens the folder of a classifier as `name`; returns `whole` unless the run trained an adapter."""
     task = session.run.task
-    adapted = session.run.value("use_peft") and session.training.do_train
-    return USE_ADAPTER.format(auto=task.auto, name=name, task=task.name) if adapted else whole
+    return USE_ADAPTER.format(auto=task.auto, name=name, task=task.name) if _has_adapted(session) else whole
 
 
 def merged(session: Session, source: Any, data: Any, build: Callable[[], Any] | None = None) -> list[str]:

@@ -20,6 +20,7 @@ import numpy as np
 
 import finetune.metrics
 from finetune.data.cache import cache_home
+from finetune.data.columns import Labels
 from finetune.errors import RequestError, first_line
 from finetune.run.paths import METRICS
 from finetune.training.figures import LESS_IS_BETTER
@@ -42,8 +43,10 @@ class Metric:
 
 
 class LoadedMetrics:
-    """The metrics of a run's evaluations; `own` are those that come from no module, with whether greater is better."""
+    """The metrics of evaluations of rows with these `labels`; `own` are those that come from no module, with whether
+    greater is better."""
 
+    labels: Labels
     metrics: tuple[Metric, ...]
     own: Mapping[str, bool] = MappingProxyType({"loss": False})
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -128,17 +128,7 @@ def metrics_of_run(session: Any, labels: Labels, source: Any) -> TaskMetrics:
     return metrics
 
 
-class Judged(Protocol):
-    """Metrics of rows with these `labels`, and for each metric whether greater is better."""
-
-    @property
-    def labels(self) -> Labels: ...
-
-    @property
-    def greater_is_better(self) -> Mapping[str, bool]: ...
-
-
-def settle_best_metric(training: Any, metrics: Judged, given: Mapping[str, Any]) -> None:
+def settle_best_metric(training: Any, metrics: LoadedMetrics | CountedMetrics, given: Mapping[str, Any]) -> None:
     """Tell the Trainer whether greater is better for --metric_for_best_model; it assumes so for all but losses. Raises
     RequestError for one that no evaluation will return."""
     name, there = training.metric_for_best_model, metrics.greater_is_better

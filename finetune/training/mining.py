@@ -61,10 +61,7 @@ def mine(trainer: Any, rows: WithNegatives, embedded: Callable[[list[list[int]]]
             )
         return np.asarray(found)
     anchors, positives = ([ids[side] for ids in rows.rows[IDS]] for side in (0, 1))
-    was_training = trainer.model_wrapped.training
-    trainer.model_wrapped.eval()
     near = [functional.normalize(embedded(texts), dim=-1) for texts in (anchors, positives)]
-    trainer.model_wrapped.train(was_training)
     keys = torch.tensor([row[:2] for row in rows.rows[KEYS]])
     share = -(-len(rows) // trainer.args.world_size)  # rows per rank; the last rank may have fewer
     begin = trainer.args.process_index * share

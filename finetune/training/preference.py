@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 from datasets import concatenate_datasets
 from torch import Tensor
-from transformers import TrainerCallback
 
 from finetune.data.cache import cache_home, kept_in
 from finetune.data.preference_batches import CHOSEN, REJECTED, collate_shared
@@ -29,6 +28,7 @@ from finetune.models.probes import shared_mask
 from finetune.run.recipes.preference import BETAS, PreferenceArguments
 from finetune.run.reference import OF_REFERENCE
 from finetune.training.checkpoints.writing import leads, of_first, together
+from finetune.training.evaluation import AtTrainBegin, evaluating
 from finetune.training.metrics import first_output
 from finetune.training.preference_losses import LOSSES, Pairs, Settings, kto, squared_log_ratio
 from finetune.training.preference_model import MISSING, PIECE_ROWS, Reference, answers_of, read_pieces
@@ -66,7 +66,7 @@ class PreferenceTrainer(FinetuneTrainer):
         if session[PreferenceArguments].share_prompt:
             self.data_collator = partial(collate_shared, data.pad)
         if reference.form == "cached":
-            self.add_callback(_Precomputes(self))
+            self.add_callback(AtTrainBegin(self.precompute))
         self.answers = answers_of(session, self.model.config, data)
         self.add_callback(self.answers)
 
@@ -203,28 +203,14 @@ class PreferenceTrainer(FinetuneTrainer):
                 write_whole(path, partial(np.save, arr=piece))
 
     def _piece(self, table: Any, rows: range) -> npt.NDArray[Any]:
-        """The reference's log-probabilities (rows, 2); each rank computes its share of every batch."""
-        size, world, rank, parts = self.args.eval_batch_size, self.args.world_size, self.args.process_index, []
-        with torch.no_grad(), self._as_reference(), evaluating(self.model_wrapped):
-            for begin in range(rows.start, rows.stop, size * world):
-                self.progress()
-                some = range(begin, min(begin + size * world, rows.stop))
-                own = [some[min(rank * size + i, len(some) - 1)] for i in range(size)]  # pads with the last row
-                inputs = self._prepare_inputs(self.data_collator([table[i] for i in own]))
-                logps, _ = self.log_probabilities(self.model_wrapped, inputs)
-                parts.append(self.accelerator.gather(logps.reshape(2, -1).T.contiguous())[: len(some)].cpu())
-        found: npt.NDArray[Any] = torch.cat(parts).numpy()
+        """The reference's log-probabilities (rows, 2)."""
+
+        def compute(inputs: dict[str, Any]) -> Tensor:
+            return self.log_probabilities(self.model_wrapped, inputs)[0].reshape(2, -1).T
+
+        with self._as_reference():
+            found: npt.NDArray[Any] = self.computed(rows, table.__getitem__, compute).numpy()
         return found
-
-
-class _Precomputes(TrainerCallback):
-    """Runs `precompute` once the engine is built, before the first step."""
-
-    def __init__(self, trainer: PreferenceTrainer) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.precompute()
 
 
 def first_half(inputs: dict[str, Any], count: int) -> dict[str, Any]:
@@ -233,17 +219,6 @@ def first_half(inputs: dict[str, Any], count: int) -> dict[str, Any]:
 
 def second_half(inputs: dict[str, Any], count: int) -> dict[str, Any]:
     return {name: value[count:] if len(value) > count else value for name, value in inputs.items()}
-
-
-@contextlib.contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """In this block the model is in evaluation mode, without dropout."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 def _in_order(margins: Any) -> Any:

@@ -26,9 +26,9 @@ from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.language import CausalModelArguments
 from finetune.run.recipes.preference import PreferenceArguments, PreferenceDataArguments
 from finetune.run.reference import form_of_reference
-from finetune.training.merging import merged
+from finetune.training.merging import merged, use_of_writer
 from finetune.training.model_card import Card, write_card
-from finetune.training.results import USE_LANGUAGE_MODEL, pictures_of, rows_table, sentences
+from finetune.training.results import pictures_of, rows_table, sentences
 from finetune.training.samples import Answers
 from finetune.training.second_model import placed
 from finetune.training.start import Session
@@ -104,7 +104,7 @@ def preference_source(session: Session) -> CausalSource:
     """Find the model, without loading its weights. Raises RequestError for flags that do not fit it."""
     run = session.run
     source = find_causal_source(session[CausalModelArguments], session[PreferenceDataArguments].block_size)
-    session.say(*check_adapter(run, source.adapter, session.shards_weights))
+    session.say(*check_adapter(run, source.adapter))
     if session[PreferenceArguments].loss == "reward" and run.value("merge_adapter"):
         raise RequestError(f"{run.said('merge_adapter')}: a reward model cannot be merged yet. Drop it.")
     reference_of(session, source)  # raises before the data are prepared
@@ -182,7 +182,7 @@ def write_preference_report(
         table=rows_table("rows", account),
         facts=sentences(account.columns, *account.notes),
         pictures=pictures_of(session.folder, "eval_preference_accuracy"),
-        use=USE_REWARD if is_reward else USE_LANGUAGE_MODEL,
+        use=USE_REWARD if is_reward else use_of_writer(session, data.is_chat),
         sample=_before_and_after(answers),
     )
     write_card(session, source, account, card)

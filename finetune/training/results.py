@@ -24,7 +24,7 @@ from finetune.report.svg import write_png
 from finetune.run.files import PICTURES
 from finetune.run.flags.distillation import of_teacher
 from finetune.safe_read import read_json_object
-from finetune.training.merging import merged, use_of
+from finetune.training.merging import merged, use_of, use_of_writer
 from finetune.training.metrics import TaskMetrics, confusion, first_output
 from finetune.training.model_card import Card, results_of, write_card
 from finetune.training.run_folder import read_metrics, write_json
@@ -45,12 +45,6 @@ USE_CLASSIFIER = """from transformers import pipeline
 
 classify = pipeline("text-classification", "path/to/this/folder")
 """
-
-USE_LANGUAGE_MODEL = """import finetune.models.gptlite  # makes GPT-lite known to transformers; other models do without
-from transformers import pipeline
-
-write = pipeline("text-generation", "path/to/this/folder")
-print(write("The ", max_new_tokens=100)[0]["generated_text"])"""
 
 USE_IMAGES = """{known}from transformers import pipeline
 
@@ -205,7 +199,7 @@ def write_language_report(
             *sentences(of_teacher(session.run.value), note),
         ],
         pictures=pictures_of(folder, "eval_bits_per_byte"),
-        use=USE_LANGUAGE_MODEL,
+        use=use_of_writer(session, samples.is_chat),
         sample=sample,
         tables=tables,
     )

@@ -119,7 +119,8 @@ def write_records(folder: Path, run: Run, lineage: Sequence[str] = ()) -> None:
     kept = {k: v for k, v in sorted(run.values.items()) if v is not None and not names_a_secret(k) and k not in ONCE}
     if kept.get("deepspeed"):  # the resolved config, whichever flag gave it
         kept.pop("deepspeed_config", None)
-    flags = yaml.safe_dump(without_home(_plain({RECIPE_KEY: run.recipe.name, **kept})), sort_keys=True)
+    plain = json.loads(json.dumps({RECIPE_KEY: run.recipe.name, **kept}, default=str))
+    flags = yaml.safe_dump(without_home(plain), sort_keys=True)
     comments = "".join(f"# {json.dumps(line, ensure_ascii=False)[1:-1]}\n" for line in lineage)
     write_text(folder / RUN_RECORD, comments + flags)
     packages = versions()
@@ -250,13 +251,6 @@ def _torch_met_a_full_disk(error: BaseException, folder: Path) -> bool:
     return "inline_container" in str(error) and shutil.disk_usage(folder).free < FULL_DISK_BYTES
 
 
-def _plain(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=str))
-
-
 def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """`value` as JSON holds it, with null for numbers that are not finite."""
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)

@@ -1,4 +1,5 @@
-"""Set up the process before anything is built: threads, precision, process group, DeepSpeed, Accelerate's state."""
+"""Set up the process before anything is built: threads, precision, process group, DeepSpeed, Accelerate's state; and
+which modules FSDP shards as a unit."""
 
 from __future__ import annotations
 
@@ -10,26 +11,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
-from finetune.errors import RunError, first_line
-from finetune.run.launch import Launch, join_as_single_process
+from finetune.errors import RequestError, RunError, first_line
+from finetune.host.hardware import cores_here, cpuinfo
+from finetune.run.launch import Launch, accelerate_uses_fsdp, join_as_single_process
 
 # CPU features with which bf16 is faster than fp32. Without either it is about four times slower
 # (docs/results/seq_cls.md). torch.backends.cpu.get_cpu_capability() says AVX512 with or without them.
 BF16_CPU_FLAGS = {"amx_bf16", "avx512_bf16"}
 
 
-def choose_precision(has_cuda: bool, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def choose_precision(has_cuda: bool, file: Path = Path("/proc/cpuinfo")) -> str:
     """ "bf16", "fp16" or "fp32": the fastest precision that trains well on this machine."""
     if has_cuda:
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    try:
-        flags = next((line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), "")
-    except OSError:
-        return "fp32"
-    return "bf16" if BF16_CPU_FLAGS & set(flags.split()) else "fp32"
+    return "bf16" if BF16_CPU_FLAGS & set(cpuinfo("flags", file).split()) else "fp32"
 
 
 def set_threads(launch: Launch, has_cuda: bool) -> int:
@@ -41,8 +41,7 @@ def set_threads(launch: Launch, has_cuda: bool) -> int:
     given = os.environ.get("OMP_NUM_THREADS", "")
     if given.isdigit() and int(given) > 0 and not (given == "1" and launch.world_size > 1):
         return int(given)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = max(1, cores // launch.local_world_size)
+    threads = max(1, cores_here() // launch.local_world_size)
     if not has_cuda:
         torch.set_num_threads(threads)
     return threads
@@ -141,3 +140,35 @@ def quiet_libraries(launch: Launch) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".*deprecated and will be removed in v6")
     if not launch.speaks:
         warnings.simplefilter("ignore")
+
+
+def settle_fsdp(trainer: Any) -> None:
+    """Choose the modules whose weights FSDP gathers together, unless the user did: the layers of the model.
+
+    accelerate 1.15 shards the modules in a model's `_no_split_modules`, and then the input embeddings separately
+    (utils/fsdp_utils.py, fsdp2_prepare_model). BERT, RoBERTa, ViT and some forty others also list the module that holds
+    the embeddings, which would then be sharded twice; torch 2.13 fails with "value was None when it should not be".
+    DistilBERT lists nothing, so the weights of all its layers would be gathered at once. Remove this once accelerate
+    skips embeddings that are already sharded. Raises RequestError for a model that FSDP cannot shard.
+    """
+    wants_fsdp = trainer.args.fsdp or accelerate_uses_fsdp()
+    assert trainer.is_fsdp_enabled or not wants_fsdp, "FSDP was asked for, and Accelerate would run DDP"
+    plugin, model = trainer.accelerator.state.fsdp_plugin if wants_fsdp else None, trainer.model
+    if plugin is None or plugin.fsdp_version != 2 or plugin.transformer_cls_names_to_wrap is not None:
+        return
+    try:
+        embeddings = model.get_input_embeddings()
+    except NotImplementedError:
+        raise RequestError(
+            f"FSDP by accelerate shards models with input embeddings, and a {type(model).__name__} has none. Drop "
+            "--fsdp; ZeRO-2 and ZeRO-3 shard any model."
+        ) from None
+    around = {type(one).__name__ for one in model.modules() if embeddings in one.children()}
+    named = [name for name in model._no_split_modules or () if name not in around]
+    plugin.transformer_cls_names_to_wrap = named or _layers(model)
+
+
+def _layers(model: nn.Module) -> list[str]:
+    """The classes of the modules in the model's longest ModuleList."""
+    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one) > 1]
+    return sorted({type(layer).__name__ for layer in max(lists, key=len)}) if lists else []

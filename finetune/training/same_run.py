@@ -74,7 +74,10 @@ def _facts(session: Session, config: Any, data: Any) -> dict[str, dict[str, Any]
         given = run.value(name)
         if flag.on_resume in (ROWS, EVALUATED) and given and flag.path in (FILE, FOLDER, NAME_OR_PATH, TEMPLATE):
             whole = not (streams and flag.on_resume == ROWS)
-            found = [_digest(path, whole) for path in named_in(given)]
+            found = [
+                digests.of_files(Path(path).expanduser(), whole) or digests.hub_revision(path) or path
+                for path in named_in(given)
+            ]
             files[name] = found[0] if len(found) == 1 else digests.of_text(found)
     if streams:
         # A stream has not been read yet: the flags that select it represent it, and the rows held out of it.
@@ -93,10 +96,6 @@ def _facts(session: Session, config: Any, data: Any) -> dict[str, dict[str, Any]
     mixture = {"weights": [str(share) for share in weights]} if weights else {}
     facts = {"rows": rows, "files": files, "mixture": mixture, "tokenizer": tokenizer, "model": model, "engine": engine}
     return facts | {"base": digests.of_base(*base), "teacher": digests.of_base(run.value("teacher"), "main", True)}
-
-
-def _digest(name: str, whole: bool) -> str:
-    return digests.of_files(Path(name).expanduser(), whole) or digests.hub_revision(name) or name
 
 
 def _of_engine(ds_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class SavingMixin(AnyTrainer):
         """Like the Trainer's, but saves a tied weight once: below ZeRO-3 accelerate copies the weight for each name
         (1.15, accelerator.py, get_state_dict), so the copies no longer show that they are tied."""
         if state_dict is not None:
-            state_dict = self.spread.whole(state_dict) if self.spread else state_dict
+            state_dict = self.expert_parallel.whole(state_dict) if self.expert_parallel else state_dict
             model = self.accelerator.unwrap_model(self.model)
             once, named = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
             state_dict = {name: weight for name, weight in state_dict.items() if name in once or name not in named}

@@ -37,7 +37,6 @@ from finetune.training.compression import Compression, OneBitAdam
 from finetune.training.distilling import Teacher
 from finetune.training.evaluation import EvaluatingMixin
 from finetune.training.expert_parallel import ExpertParallel
-from finetune.training.fsdp import settle_fsdp
 from finetune.training.guards.nan_guard import NanGuard, poisoned
 from finetune.training.guards.trainer_adapter import TrainerSuspect
 from finetune.training.interruption import StopOnSignal, close_trackers, deaf_to_sigterm
@@ -45,6 +44,7 @@ from finetune.training.loss import settle_trainer
 from finetune.training.reshard.resuming import Reshard
 from finetune.training.resuming import Epochs, GoOn, OwnSettings, SavesLast
 from finetune.training.running_loss import RunningLoss
+from finetune.training.runtime import settle_fsdp
 from finetune.training.saving import SavingMixin, check_push
 from finetune.training.schedules import OURS, make_schedule
 from finetune.training.sequence_parallel import SequenceParallel
@@ -76,7 +76,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.sequence = SequenceParallel(sequence_parallel_size, self.args, self.accelerator)
-        self.spread = ExpertParallel(expert_parallel_size, self) if expert_parallel_size > 1 else None
+        self.expert_parallel = ExpertParallel(expert_parallel_size, self) if expert_parallel_size > 1 else None
         self.guards = guards or GuardArguments(hang_timeout=0.0, on_nan="off", stop_grace=0.0, async_save="off")
         self.data_files, self.began = UnchangedFiles(()), 0.0
         self.progress: Callable[[], None] = lambda: None  # called when a batch is done
@@ -159,8 +159,8 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
     def create_optimizer(self, model: Any = None) -> Any:
         is_new = self.optimizer is None  # the Trainer calls it more than once
         optimizer = super().create_optimizer(model)
-        if self.spread:
-            self.spread.split_groups(optimizer)
+        if self.expert_parallel:
+            self.expert_parallel.split_groups(optimizer)
         if is_new and self.clips_itself:
             optimizer.register_step_pre_hook(self._clip)
         return optimizer
@@ -235,7 +235,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
     @property
     def needs_all_ranks(self) -> bool:
         """Whether a forward pass is collective: under ZeRO-3, FSDP and expert parallelism."""
-        return bool(self.is_fsdp_enabled or is_deepspeed_zero3_enabled() or self.spread)
+        return bool(self.is_fsdp_enabled or is_deepspeed_zero3_enabled() or self.expert_parallel)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Like the Trainer's, but float labels keep their precision: under DeepSpeed with bf16 or fp16 every float is

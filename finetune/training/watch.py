@@ -37,11 +37,7 @@ RUNS, ENDED, KILLED, GONE = "runs", "has ended", "was killed", "is gone"
 
 @contextmanager
 def watching(
-    name_of: Callable[[int], str],
-    stop: StopOnSignal,
-    folder: Path,
-    hang_timeout: float = 0.0,
-    hang_blame: bool = False,
+    name_of: Callable[[int], str], stop: StopOnSignal, folder: Path, hang_timeout: float = 0.0, hang_blame: bool = False
 ) -> Iterator[Callable[[], None]]:
     """In this block, if a signal kills a rank of this machine, the others end within seconds with one message;
     `name_of` gives the rank's description. All ranks must enter it together and leave it before they exit. With

@@ -14,8 +14,8 @@ import pytest
 from finetune.cli import main
 from finetune.training.checkpoints.manifest import (
     FileRecord,
+    Layout,
     Manifest,
-    Spread,
     files_of,
     hash_of,
     write_manifest,
@@ -29,7 +29,7 @@ def save(folder: Path, step: int, best: int) -> Path:
     state = {"global_step": step, "best_model_checkpoint": f"/elsewhere/run/checkpoint-{best}"}
     (place / "trainer_state.json").write_text(json.dumps(state))
     files = {name: FileRecord(size, hash_of(place / name)) for name, size in files_of(place)[0].items()}
-    layout = Spread("deepspeed", 8, zero_stage=3) if step < 8 else Spread("pipeline", 4, 1, stages=2, pipelines=2)
+    layout = Layout("deepspeed", 8, zero_stage=3) if step < 8 else Layout("pipeline", 4, 1, stages=2, pipelines=2)
     write_manifest(place, Manifest(step, step / 4, "2026-01-02T03:04:05Z", 32, layout, {"torch": "2.13"}, files))
     return place
 

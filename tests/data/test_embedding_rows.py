@@ -52,6 +52,8 @@ def test_other_names_are_refused_and_can_be_renamed() -> None:
         find_rows(["prompt", "chosen", "rejected"], "here")
     with pytest.raises(RequestError, match=r"recipes/preference\.py"):
         cleaned([{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    with pytest.raises(RequestError, match=r"tilte=other: the data has no column 'tilte'; it has title, body\."):
+        cleaned(rows, column_mapping=["title=anchor", "body=positive", "tilte=other"])
     found = cleaned(rows, column_mapping=["title=anchor", "body=positive"])
     assert found.splits["train"].num_rows + found.splits["validation"].num_rows == 8
 

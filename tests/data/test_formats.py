@@ -260,6 +260,12 @@ def test_a_renamed_column_that_no_file_has_is_refused(tmp_path: Path) -> None:
     assert open_corpora(CorpusArguments(**files, column_mapping=["body=text"]), seed=1)
     with pytest.raises(RequestError, match=r"bode=text: the data has no column 'bode'; it has text\."):
         open_corpora(CorpusArguments(train_file=files["train_file"], column_mapping=["bode=text"]), seed=1)
+    mixed = [*files["train_file"], files["validation_file"]]
+    write(tmp_path / "held_out.jsonl", [{"text": "z"}])
+    files = {"train_file": mixed, "validation_file": str(tmp_path / "held_out.jsonl")}
+    assert len(open_corpora(CorpusArguments(**files, column_mapping=["body=text"]), seed=1)) == 2
+    with pytest.raises(RequestError, match=r"bode=text: the data has no column 'bode'; it has text, body\."):
+        open_corpora(CorpusArguments(**files, column_mapping=["body=text", "bode=texts"]), seed=1)
 
 
 @pytest.mark.parametrize(

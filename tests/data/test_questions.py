@@ -134,6 +134,8 @@ def test_a_test_file_needs_no_answers_and_other_names_are_mapped() -> None:
     assert TEXTS not in found.splits["test"].column_names
     with pytest.raises(RequestError, match=r"no column 'question'; it has ask, body"):
         cleaned(rows)
+    with pytest.raises(RequestError, match="aks=question: the data has no column 'aks'"):
+        cleaned(ROWS, column_mapping=["aks=question"])
 
 
 def test_held_out_questions_share_no_context_with_those_trained_on() -> None:

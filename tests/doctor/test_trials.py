@@ -15,7 +15,7 @@ from conftest import REPO
 
 from finetune.doctor import ops, trials
 from finetune.doctor.ops import build
-from finetune.dsconfig.toolchain import compiler
+from finetune.dsconfig.rules.offload import compiler
 from finetune.host.result import ABSENT, FAILED
 from finetune.measure import start
 from finetune.training.builds import STALE_BUILD_SECONDS

@@ -24,7 +24,7 @@ from finetune.errors import RequestError
 from finetune.report.curves import SECONDS, STEP, TOKENS, envelope, smoothed
 from finetune.report.run_curves import curves_of, places
 from finetune.report.run_folder import read_run
-from finetune.report.run_plan import has_one_length, plan_of_run
+from finetune.report.run_sections import has_one_length, plan_of_run
 from finetune.report.text import as_number, cell
 from finetune.report.write import write
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,6 +75,23 @@ def test_a_search_for_the_batch_is_refused_under_zero3_by_fields_too(monkeypatch
     launch = Launch(world_size=2, local_world_size=2, launcher="accelerate")
     with pytest.raises(RequestError, match=r"--auto_find_batch_size is True .*, which ZeRO-3 \(by accelerate\) cannot"):
         resolve_here(SEQ_CLS, ["--auto_find_batch_size", "True"], launch)
+
+
+@pytest.mark.parametrize("flag", ["load_in_4bit", "lora_use_dora", "model_name_or_path"])
+@pytest.mark.parametrize(
+    "engine", [["--deepspeed", "zero3"], ["--fsdp", "True"], []], ids=["zero3", "fsdp", "by fields"]
+)
+def test_an_adapter_that_cannot_be_sharded_is_refused_before_anything_is_built(
+    engine: list[str], flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"use_dora": true}')
+    launched(monkeypatch, zero_stage=3)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true" if not engine else "false")
+    launch = Launch(world_size=2, local_world_size=2, launcher="torchrun" if engine else "accelerate")
+    asked = {"use_peft": True, "model_name_or_path": "a", flag: tmp_path if flag == "model_name_or_path" else True}
+    words = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
+    with pytest.raises(RequestError, match=rf"--{flag} is .*, but ZeRO-3 and FSDP shard weights"):
+        resolve_here(SEQ_CLS, [*words, *engine], launch)
 
 
 def test_a_disk_without_a_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -14,11 +15,13 @@ import pytest
 import torch
 from conftest import Finished, gate_has, launch
 from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from finetune.cli import main
 from finetune.errors import RequestError
-from finetune.models.adapters import check_adapter
+from finetune.models.adapters import check_adapter, with_adapter
 from finetune.models.classifier import find_source
+from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.text import ModelArguments
 from finetune.run.launch import Launch
 from finetune.run.recipes.seq_cls import SEQ_CLS
@@ -176,13 +179,30 @@ def test_an_adapter_whose_base_is_gone_names_both(adapted: dict[str, Finished], 
     assert f"{folder}, an adapter of /gone: there is no such folder. This is the adapter's base model" in run.errors[0]
 
 
+@pytest.mark.parametrize("adapter", [None, Path("adapter")], ids=["new", "trained further"])
+def test_an_adapter_names_the_folder_of_its_base_by_an_absolute_path(
+    adapter: Path | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    monkeypatch.chdir(tmp_path)
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16)).save_pretrained("base")
+    base = GPT2LMHeadModel.from_pretrained("base")
+    if adapter:
+        get_peft_model(copy.deepcopy(base), LoraConfig(task_type="CAUSAL_LM")).save_pretrained(adapter)
+        assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == "base"
+    with_adapter(base, AdapterArguments(use_peft=True), adapter, "CAUSAL_LM").save_pretrained("made")
+    written = json.loads(Path("made/adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(tmp_path / "base")
+
+
 def test_the_lines_of_a_config_yield_to_the_adapters_own(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("use_peft: true\nlora_r: 16\nlora_target_modules: [all-linear]\n")
     words = ["--model_name_or_path", str(tmp_path), "--config", str(tmp_path / "mine.yaml")]
-    (note,) = check_adapter(resolve(SEQ_CLS, words, Launch()), tmp_path, shards=False)
+    (note,) = check_adapter(resolve(SEQ_CLS, words, Launch()), tmp_path)
     assert note.startswith(f"note: lora_r, lora_target_modules of --config {tmp_path}/mine.yaml do not apply")
     with pytest.raises(RequestError, match=r"--lora_r is 8 \(command line\), but the adapter"):
-        check_adapter(resolve(SEQ_CLS, [*words, "--lora_r", "8"], Launch()), tmp_path, shards=False)
+        check_adapter(resolve(SEQ_CLS, [*words, "--lora_r", "8"], Launch()), tmp_path)
 
 
 def test_an_adapter_whose_base_is_no_folder_is_not_told_to_train_a_small_model(tmp_path: Path) -> None:
@@ -261,15 +281,6 @@ def test_modules_that_cannot_be_saved_are_said(
     run = write(tmp_path / "run", {"use_peft": True, "model_name_or_path": writer, **values}, check=False)
     assert run.status == 2
     assert re.search(message, run.errors[0])
-
-
-@pytest.mark.parametrize("flag", ["load_in_4bit", "lora_use_dora"])
-def test_what_cannot_be_sharded_is_refused_under_zero3(flag: str, writer: Path, tmp_path: Path) -> None:
-    values = {"use_peft": True, "model_name_or_path": writer, "deepspeed": "zero3", flag: True}
-    run = write(tmp_path / "run", values, ranks=2, check=False)
-    assert run.status != 0
-    assert f"--{flag} is True" in run.errors[0]
-    assert "ZeRO-3 and FSDP shard weights" in run.errors[0]
 
 
 def test_an_adapter_for_several_labels_a_row_keeps_its_thresholds(bases: dict[str, Path], tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Finished, engine, gate_has, launch
+from conftest import REPO, Finished, engine, gate_has, launch
 
 from finetune.cli import main
 
@@ -157,6 +159,7 @@ def test_an_adapters_answers_are_the_same_on_two_ranks(
 
 def test_a_chat_is_answered_by_its_last_turn_and_what_has_none_is_left_out(base: Path, tmp_path: Path) -> None:
     """The prompt is what the template writes before the assistant's last turn."""
+    pytest.importorskip("peft", reason="peft (extra peft) is not installed")
 
     def chat(number: int) -> dict[str, Any]:
         some = random.Random(number).sample(WORDS, 3)
@@ -171,6 +174,7 @@ def test_a_chat_is_answered_by_its_last_turn_and_what_has_none_is_left_out(base:
         "model_name_or_path": base,
         "chat_template": "chatml",
         "max_steps": 2,
+        "use_peft": True,
     }
     done = train("python", tmp_path / "run", values)
     found = answers(done)
@@ -181,6 +185,10 @@ def test_a_chat_is_answered_by_its_last_turn_and_what_has_none_is_left_out(base:
     assert held[0]["messages"][1]["content"] in found[0]["prompt"]
     assert "2 prompts answered greedily" in done.output
     assert "of 3 held-out documents; the others have no question or no answer" in done.output
+    card = (done.folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert '"role": "user"' in card  # and the base has no chat template: only the adapter's tokenizer does
+    program = card.replace("path/to/this/folder", str(done.folder)).replace("max_new_tokens=100", "max_new_tokens=4")
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=REPO)
 
 
 def test_plain_text_is_refused_for_it_has_no_answers(base: Path, tmp_path: Path) -> None:

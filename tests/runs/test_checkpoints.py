@@ -18,7 +18,7 @@ from conftest import LAUNCHERS, RECIPE, TINY, flags, launch, run_to_its_end, too
 from living import Living, living
 from test_interruption import PIPELINE, SMALL_PIPELINE
 
-from finetune.training.checkpoints.manifest import Spread, checkpoints_in, problems, read_manifest
+from finetune.training.checkpoints.manifest import Layout, checkpoints_in, problems, read_manifest
 
 SAVES = {**TINY, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "lr_scheduler_type": "constant"}
 
@@ -142,7 +142,7 @@ def test_each_layout_is_named_in_the_manifest_and_a_flipped_bit_sends_a_run_to_t
     folder = tmp_path / "zero3"
     launch("deepspeed", folder, {**values, "deepspeed": "zero3", "save_total_limit": 3}, ranks=2)
     newest = checkpoints_in(folder)[0]
-    assert read_manifest(newest).layout == Spread("deepspeed", 2, zero_stage=3)
+    assert read_manifest(newest).layout == Layout("deepspeed", 2, zero_stage=3)
     shard = next(newest.glob("global_step2/*optim_states.pt"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 16
@@ -161,7 +161,7 @@ def test_each_layout_is_named_in_the_manifest_and_a_flipped_bit_sends_a_run_to_t
     run = launch(
         "torchrun", tmp_path / "fsdp", {**values, "load_best_model_at_end": False, "fsdp": "full_shard"}, ranks=2
     )
-    assert read_manifest(run.folder / "checkpoint-2").layout == Spread("fsdp", 2)
+    assert read_manifest(run.folder / "checkpoint-2").layout == Layout("fsdp", 2)
 
 
 @pytest.mark.nightly

@@ -22,11 +22,11 @@ from finetune.training.checkpoints import writing
 from finetune.training.checkpoints.atomic_folder import AtomicFolder
 from finetune.training.checkpoints.final import save_final
 from finetune.training.checkpoints.identity import Identity, new_id
-from finetune.training.checkpoints.manifest import Spread, problems, read_manifest
+from finetune.training.checkpoints.manifest import Layout, problems, read_manifest
 from finetune.training.checkpoints.writing import About
 from finetune.training.run_folder import explained_disk_errors
 
-ABOUT = About(step=4, epoch=0.5, global_batch_size=32, layout=Spread("ddp", 1))
+ABOUT = About(step=4, epoch=0.5, global_batch_size=32, layout=Layout("ddp", 1))
 
 
 def write(folder: Path, word: str) -> None:
@@ -44,7 +44,7 @@ def test_it_has_its_name_its_manifest_and_a_pointer(tmp_path: Path) -> None:
     assert problems(place, hashes=True) == []
     manifest = read_manifest(place)
     assert (manifest.step, manifest.epoch, manifest.global_batch_size) == (4, 0.5, 32)
-    assert manifest.layout == Spread("ddp", 1)
+    assert manifest.layout == Layout("ddp", 1)
     assert set(manifest.files) == {"global_step4/shard.pt", "model.safetensors"}
     assert manifest.versions["torch"]
     assert (tmp_path / "latest").read_text() == "checkpoint-4\n"

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from finetune.errors import RequestError
-from finetune.training.fsdp import settle_fsdp
+from finetune.training.runtime import settle_fsdp
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
 MODELS = {

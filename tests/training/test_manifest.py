@@ -16,8 +16,8 @@ from finetune.errors import RequestError
 from finetune.training.checkpoints.manifest import (
     MANIFEST,
     FileRecord,
+    Layout,
     Manifest,
-    Spread,
     checkpoints_in,
     files_of,
     hash_of,
@@ -36,7 +36,7 @@ FILES = {
     "global_step4/zero_pp_rank_0_mp_rank_00_optim_states.pt": b"z" * 5_000,
     "pytorch_model_fsdp_0/.metadata": b"",
 }
-LAYOUT = Spread("deepspeed", 2, zero_stage=3)
+LAYOUT = Layout("deepspeed", 2, zero_stage=3)
 
 
 def make(folder: Path, step: int = 4) -> Manifest:
@@ -250,12 +250,12 @@ def test_a_record_is_on_the_disk_where_that_is_asked(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("layout", "said"),
     [
-        (Spread("ddp", 2), "ddp"),
-        (Spread("deepspeed", 2, 0), "deepspeed ZeRO-0"),
-        (Spread("pipeline", 6, 1, stages=3, pipelines=2), "3 stage(s) x 2 pipeline(s)"),
+        (Layout("ddp", 2), "ddp"),
+        (Layout("deepspeed", 2, 0), "deepspeed ZeRO-0"),
+        (Layout("pipeline", 6, 1, stages=3, pipelines=2), "3 stage(s) x 2 pipeline(s)"),
     ],
 )
-def test_a_layout_is_said_in_words(layout: Spread, said: str) -> None:
+def test_a_layout_is_said_in_words(layout: Layout, said: str) -> None:
     assert str(layout) == said
 
 
@@ -266,8 +266,8 @@ def test_of_many_problems_the_first_three_are_said() -> None:
 
 def test_shares_are_even_and_leave_nothing_out() -> None:
     sizes = {f"file-{i}": (i * 7919) % 1000 for i in range(200)} | {"large": 30_000}
-    spread = shares(sizes, 4)
-    assert sorted(name for share in spread for name in share) == sorted(sizes)
-    loads = [sum(sizes[name] for name in share) for share in spread]
+    lists = shares(sizes, 4)
+    assert sorted(name for share in lists for name in share) == sorted(sizes)
+    loads = [sum(sizes[name] for name in share) for share in lists]
     assert max(loads) - min(loads) <= 1000
     assert shares({}, 2) == [[], []]

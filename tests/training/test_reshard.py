@@ -19,7 +19,7 @@ from finetune.errors import RequestError, RunError, UnevenBatchError
 from finetune.run.launch import Launch
 from finetune.run.run import Run
 from finetune.run.supervised import tell
-from finetune.training.checkpoints.manifest import Manifest, Spread, files_of, write_manifest
+from finetune.training.checkpoints.manifest import Layout, Manifest, files_of, write_manifest
 from finetune.training.checkpoints.tag import newest_tag
 from finetune.training.reshard import loading
 from finetune.training.reshard.batch import keep_global_batch, refuse_other_batch
@@ -185,11 +185,11 @@ def checkpoint(folder: Path, stage: int, ranks: int) -> Path:
     (place / "latest").write_text("global_step7")
     for rank in range(ranks):
         torch.save({"rank": rank}, place / (f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth"))
-    write_own_manifest(place, 16, Spread("deepspeed", ranks, stage))
+    write_own_manifest(place, 16, Layout("deepspeed", ranks, stage))
     return place
 
 
-def write_own_manifest(place: Path, batch: int, layout: Spread) -> None:
+def write_own_manifest(place: Path, batch: int, layout: Layout) -> None:
     place.mkdir(exist_ok=True)
     write_manifest(place, Manifest(7, 0.5, "2026-01-01T00:00:00Z", batch, layout, {}, {}))
 
@@ -403,7 +403,7 @@ def asked(ranks: int, stages: int | None = None, *words: str) -> Run:
 
 
 def saved(folder: Path, batch: int) -> str:
-    write_own_manifest(folder / "checkpoint-7", batch, Spread("ddp", 2))
+    write_own_manifest(folder / "checkpoint-7", batch, Layout("ddp", 2))
     return str(folder / "checkpoint-7")
 
 

@@ -24,14 +24,14 @@ from finetune.run.run import Run
 from finetune.training import cached_teacher
 from finetune.training.checkpoints import choice, writing
 from finetune.training.checkpoints.atomic_folder import AtomicFolder
-from finetune.training.checkpoints.manifest import MANIFEST, FileRecord, Spread, record_of
+from finetune.training.checkpoints.manifest import MANIFEST, FileRecord, Layout, record_of
 from finetune.training.checkpoints.writing import About
 
 FOLDER, RANK = Path(sys.argv[1]), int(sys.argv[2])
 
 
 def save(run: Path, step: int) -> None:
-    with AtomicFolder(run / f"checkpoint-{step}", About(step, 1.0, 8, Spread("ddp", 2))) as target:
+    with AtomicFolder(run / f"checkpoint-{step}", About(step, 1.0, 8, Layout("ddp", 2))) as target:
         torch.save({"x": torch.zeros(1000)}, target / f"rng_state_{RANK}.pth")
         if RANK == 0:
             state = {"global_step": step, "max_steps": 9, "num_train_epochs": 1}

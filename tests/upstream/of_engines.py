@@ -7,7 +7,7 @@ from upstream.row import Row
 PIPE = "deepspeed.runtime.pipe.engine:PipelineEngine."
 ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer."
 PARTITION = "deepspeed.runtime.zero.partition_parameters:Init."
-SPREAD = "training/expert_parallel.py"
+EXPERT_PARALLEL = "training/expert_parallel.py"
 LOADING = "training/reshard/loading.py"
 
 ENGINE = (
@@ -131,9 +131,9 @@ AUTOEP = (
             "a model of an engine that saves all experts under the model's names",
         )
         for where, name, why in (
-            (SPREAD, "ep_group", "the ranks whose experts are joined to save them"),
-            (SPREAD, "experts", "its weights w1, w2 and w3 are gathered and renamed"),
-            (SPREAD, "num_experts", "the shapes of all experts"),
+            (EXPERT_PARALLEL, "ep_group", "the ranks whose experts are joined to save them"),
+            (EXPERT_PARALLEL, "experts", "its weights w1, w2 and w3 are gathered and renamed"),
+            (EXPERT_PARALLEL, "num_experts", "the shapes of all experts"),
             (
                 "training/experts.py",
                 "router",

@@ -95,7 +95,7 @@ MODELS = (
         called_from=(MODEL + "save_pretrained",),
     ),
     Row(
-        "training/fsdp.py",
+        "training/runtime.py",
         MODEL + "_no_split_modules",
         "read",
         "which modules FSDP shards as groups",

@@ -10,18 +10,7 @@ from types import ModuleType
 from finetune.dsconfig.config import Config
 from finetune.dsconfig.context import Context
 from finetune.dsconfig.finding import Finding
-from finetune.dsconfig.rules import (
-    batch,
-    experts,
-    leftovers,
-    offload,
-    optimizer,
-    pipeline,
-    precision,
-    quantized,
-    schedule,
-    zero,
-)
+from finetune.dsconfig.rules import batch, leftovers, offload, optimizer, pipeline, precision, quantized, schedule, zero
 
 Rule = Callable[[Config, Context], Iterator[Finding]]
 
@@ -41,5 +30,5 @@ def _rules_of(*modules: ModuleType) -> tuple[Rule, ...]:
 
 # DS2xx: batch sizes, "auto", and agreement with the Trainer's arguments; DS3xx: optimizer and schedule; DS4xx:
 # precision; DS5xx: ZeRO; DS6xx: offload; DS7xx: ZeRO++; DS8xx: pipelines; DS9xx: leftovers in the file.
-RULES = _rules_of(batch, optimizer, schedule, precision, zero, experts, offload, quantized, pipeline, leftovers)
-STAGED = _rules_of(zero, experts, offload, quantized, pipeline)  # those that depend on the stage
+RULES = _rules_of(batch, optimizer, schedule, precision, zero, offload, quantized, pipeline, leftovers)
+STAGED = _rules_of(zero, offload, quantized, pipeline)  # those that depend on the stage

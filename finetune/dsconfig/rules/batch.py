@@ -103,12 +103,11 @@ def sizes_multiply(config: Config, run: Context) -> Iterator[Finding]:
     if total % unit:
         words = " x ".join(factors), " x ".join(map(str, factors.values()))
         equation = f"{words[0]} = {words[1]} = {unit}" if len(factors) > 1 else f"{words[0]} = {unit}"
-        yield error(
-            "DS201",
-            "train_batch_size",
+        text = (
             f"train_batch_size is {total}, which is not a multiple of {equation}. The nearest is "
-            f"{max(1, round(total / unit)) * unit}.",
+            f"{max(1, round(total / unit)) * unit}."
         )
+        yield error("DS201", "train_batch_size", text)
 
 
 def a_size_is_given(config: Config, run: Context) -> Iterator[Finding]:
@@ -117,13 +116,10 @@ def a_size_is_given(config: Config, run: Context) -> Iterator[Finding]:
     missing = (None, "auto") if run.engine == "accelerate" else (None,)  # it computes it from the micro-batch
     if run.engine != "recipe" and config.get(SIZES[1]) is None and config.get(SIZES[0]) in missing:
         place, auto = SIZES[1], run.engine != "deepspeed"
-        yield error(
-            "DS202",
-            place if config.has(place) else "",
-            "neither train_batch_size nor train_micro_batch_size_per_gpu is given, and DeepSpeed needs one. Add "
-            + (f'"{place}": "auto".' if auto else f'"{place}".'),
-            *([Put(at(place), "auto")] if auto else []),
+        said = "neither train_batch_size nor train_micro_batch_size_per_gpu is given, and DeepSpeed needs one. Add " + (
+            f'"{place}": "auto".' if auto else f'"{place}".'
         )
+        yield error("DS202", place if config.has(place) else "", said, *([Put(at(place), "auto")] if auto else []))
 
 
 def accumulation_is_stated(config: Config, run: Context) -> Iterator[Finding]:
@@ -153,12 +149,8 @@ def values_agree_with_the_trainer(config: Config, run: Context) -> Iterator[Find
         found = config.get(place)
         if found is None or isinstance(found, str | dict) or value is None or found == value:
             continue
-        yield error(
-            "DS203",
-            place,
-            f'{place} is {found}, but the run asks for {value} (--{name}). Write "auto", or make them agree.',
-            Put(at(place), "auto"),
-        )
+        said = f'{place} is {found}, but the run asks for {value} (--{name}). Write "auto", or make them agree.'
+        yield error("DS203", place, said, Put(at(place), "auto"))
 
 
 def auto_is_filled(config: Config, run: Context) -> Iterator[Finding]:
@@ -199,22 +191,18 @@ def clipping_is_stated(config: Config, run: Context) -> Iterator[Finding]:
     clips_at = 1.0 if (run.version("deepspeed") or CLIPS_SINCE) >= CLIPS_SINCE else 0.0
     mend = Put(at("gradient_clipping"), "auto")
     if wanted != clips_at:
-        yield error(
-            "DS206",
-            "gradient_clipping",
+        said = (
             f"gradient_clipping is missing, so DeepSpeed {'clips at its own 1.0' if clips_at else 'does not clip'} and "
-            f'ignores --max_grad_norm {wanted}. Add "gradient_clipping": "auto".',
-            mend,
+            f'ignores --max_grad_norm {wanted}. Add "gradient_clipping": "auto".'
         )
+        yield error("DS206", "gradient_clipping", said, mend)
     else:
-        yield warning(
-            "DS206",
-            "gradient_clipping",
+        said = (
             f"gradient_clipping is missing. This run is not affected, because --max_grad_norm is {wanted}, as in "
             f"DeepSpeed without the key. But another --max_grad_norm would have no effect, and DeepSpeed before "
-            f'{".".join(map(str, CLIPS_SINCE))} does not clip. Add "gradient_clipping": "auto".',
-            mend,
+            f'{".".join(map(str, CLIPS_SINCE))} does not clip. Add "gradient_clipping": "auto".'
         )
+        yield warning("DS206", "gradient_clipping", said, mend)
 
 
 def accumulation_can_skip_syncing(config: Config, run: Context) -> Iterator[Finding]:
@@ -224,13 +212,12 @@ def accumulation_can_skip_syncing(config: Config, run: Context) -> Iterator[Find
     if not run.has_trainer or config.stage < 2 or steps < 2 or not deepspeed or not transformers:
         return
     if deepspeed >= (0, 16) and (4, 46) <= transformers < (4, 48):
-        yield error(
-            "DS207",
-            "gradient_accumulation_steps",
+        said = (
             f"gradient_accumulation_steps is {steps} under ZeRO-{config.stage}, which transformers "
             f"{'.'.join(map(str, transformers))} and DeepSpeed {'.'.join(map(str, deepspeed))} cannot do together "
-            "(transformers issue 34984). Use transformers 4.48 or later.",
+            "(transformers issue 34984). Use transformers 4.48 or later."
         )
+        yield error("DS207", "gradient_accumulation_steps", said)
 
 
 def _size(config: Config, run: Context, place: str, name: str) -> int | None:

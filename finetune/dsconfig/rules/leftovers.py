@@ -35,13 +35,11 @@ def checkpointing_is_the_trainers(config: Config, run: Context) -> Iterator[Find
         and run.pipeline_parallel_size is None
         and any(value not in (False, None) for value in section.values())
     ):
-        yield warning(
-            "DS901",
-            "activation_checkpointing",
+        said = (
             "activation_checkpointing does nothing under the Trainer: Hugging Face models use torch's activation "
-            "checkpointing. Use --activation_checkpointing, and delete the section.",
-            Drop(at("activation_checkpointing")),
+            "checkpointing. Use --activation_checkpointing, and delete the section."
         )
+        yield warning("DS901", "activation_checkpointing", said, Drop(at("activation_checkpointing")))
 
 
 def profilers_are_off(config: Config, run: Context) -> Iterator[Finding]:
@@ -58,12 +56,8 @@ def monitors_are_the_trainers(config: Config, run: Context) -> Iterator[Finding]
     reports = str(run.arguments.get("report_to"))
     for name in ("tensorboard", "wandb", "comet"):
         if run.has_trainer and config.is_on(f"{name}.enabled") and (name in reports or f"{name}_ml" in reports):
-            yield warning(
-                "DS903",
-                name,
-                f"{name}.enabled is true and --report_to names it, too: the run is logged twice. Delete the section.",
-                Drop(at(name)),
-            )
+            said = f"{name}.enabled is true and --report_to names it, too: the run is logged twice. Delete the section."
+            yield warning("DS903", name, said, Drop(at(name)))
 
 
 def steps_can_be_divided(config: Config, run: Context) -> Iterator[Finding]:

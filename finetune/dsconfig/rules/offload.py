@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
+from ctypes.util import find_library
 from pathlib import Path
 
 from finetune.dsconfig.config import Config
 from finetune.dsconfig.context import Context
 from finetune.dsconfig.finding import Finding, Put, at, error, warning
-from finetune.dsconfig.toolchain import compiler, has_libaio
 
 BOTH = ("offload_optimizer", "offload_param")
 SECTOR_BYTES = 4096  # alignment of O_DIRECT reads and writes on most disks (open(2))
@@ -24,18 +25,16 @@ def offload_fits_the_stage(config: Config, run: Context) -> Iterator[Finding]:
     """DS601 and DS602. deepspeed 0.19.8 offloads optimizer states at stages 1 to 3. At stage 0 it still uses its CPU
     optimizer, whose first step refuses weights on a GPU (ops/adam/cpu_adam.py)."""
     if config.offload("offload_param") != "none" and config.stage != 3:
-        yield error(
-            "DS601",
-            "zero_optimization.offload_param",
-            f"zero_optimization.offload_param needs stage 3, but stage is {config.stage}. Set stage to 3, or drop it.",
+        said = (
+            f"zero_optimization.offload_param needs stage 3, but stage is {config.stage}. Set stage to 3, or drop it."
         )
+        yield error("DS601", "zero_optimization.offload_param", said)
     if config.offload("offload_optimizer") != "none" and config.stage == 0:
-        yield error(
-            "DS602",
-            "zero_optimization.offload_optimizer",
+        said = (
             "zero_optimization.offload_optimizer needs stage 1 to 3, but stage is 0: nothing is offloaded, and the "
-            "CPU optimizer refuses weights on a GPU. Raise it, or drop it.",
+            "CPU optimizer refuses weights on a GPU. Raise it, or drop it."
         )
+        yield error("DS602", "zero_optimization.offload_optimizer", said)
 
 
 def offload_has_a_device(config: Config, run: Context) -> Iterator[Finding]:
@@ -43,12 +42,11 @@ def offload_has_a_device(config: Config, run: Context) -> Iterator[Finding]:
     for what in BOTH:
         place = f"zero_optimization.{what}"
         if isinstance(config.get(place), dict) and not config.has(f"{place}.device"):
-            yield error(
-                "DS609",
-                place,
+            said = (
                 f'{place} has no device, which is "none" by default: nothing is offloaded. Add "device": "cpu" or '
-                '"nvme", or delete the section.',
+                '"nvme", or delete the section.'
             )
+            yield error("DS609", place, said)
 
 
 def nvme_has_a_path(config: Config, run: Context) -> Iterator[Finding]:
@@ -56,12 +54,11 @@ def nvme_has_a_path(config: Config, run: Context) -> Iterator[Finding]:
     for what in BOTH:
         place = f"zero_optimization.{what}.nvme_path"
         if config.offload(what) == "nvme" and config.get(place) is None and run.engine != "recipe":
-            yield error(
-                "DS603",
-                f"zero_optimization.{what}",
+            said = (
                 f"zero_optimization.{what}.device is nvme, but nvme_path is not given: DeepSpeed would build the path "
-                'from "None". Add "nvme_path" with a folder on the fastest local disk.',
+                'from "None". Add "nvme_path" with a folder on the fastest local disk.'
             )
+            yield error("DS603", f"zero_optimization.{what}", said)
 
 
 def nvme_path_is_a_disk(config: Config, run: Context) -> Iterator[Finding]:
@@ -78,12 +75,11 @@ def nvme_path_is_a_disk(config: Config, run: Context) -> Iterator[Finding]:
             said = f"{place} is {asked}, which is not writable here. Give a writable folder."
             yield _here(run)("DS604", place, said)
         elif _file_system(there) in ("tmpfs", "ramfs"):
-            yield warning(
-                "DS605",
-                place,
+            words = (
                 f"{place} is {asked}, which is memory ({_file_system(there)}), not a disk: offloaded data would "
-                'still take RAM. Give a folder on a disk, or use "device": "cpu".',
+                'still take RAM. Give a folder on a disk, or use "device": "cpu".'
             )
+            yield warning("DS605", place, words)
 
 
 def blocks_are_sectors(config: Config, run: Context) -> Iterator[Finding]:
@@ -91,32 +87,24 @@ def blocks_are_sectors(config: Config, run: Context) -> Iterator[Finding]:
     block = config.count("aio.block_size")
     if block is not None and block % SECTOR_BYTES:
         near = max(1, round(block / SECTOR_BYTES)) * SECTOR_BYTES
-        yield warning(
-            "DS606",
-            "aio.block_size",
+        said = (
             f"aio.block_size is {block:,}, but direct reads and writes need multiples of {SECTOR_BYTES:,} bytes. Set "
-            f"it to {near:,}.",
-            Put(at("aio.block_size"), near),
+            f"it to {near:,}."
         )
+        yield warning("DS606", "aio.block_size", said, Put(at("aio.block_size"), near))
 
 
 def offload_can_be_built(config: Config, run: Context) -> Iterator[Finding]:
     """DS607. DeepSpeed compiles its CPU optimizer and its disk reader when they are first used."""
     devices = {config.offload(what) for what in BOTH}
     if devices != {"none"} and not compiler():
-        yield _here(run)(
-            "DS607",
-            "zero_optimization",
-            "offload compiles DeepSpeed's CPU optimizer, but there is no C++ compiler. Install g++.",
-        )
+        said = "offload compiles DeepSpeed's CPU optimizer, but there is no C++ compiler. Install g++."
+        yield _here(run)("DS607", "zero_optimization", said)
     if run.has_cuda is False and config.is_on("aio.use_gds"):  # refused as soon as the config is read
         yield error("DS607", "aio.use_gds", "aio.use_gds needs an NVIDIA GPU, and the run has none. Delete it.")
     if "nvme" in devices and not has_libaio():
-        yield _here(run)(
-            "DS607",
-            "zero_optimization",
-            "NVMe offload needs libaio, which is not installed. Install it: apt-get install libaio-dev.",
-        )
+        said = "NVMe offload needs libaio, which is not installed. Install it: apt-get install libaio-dev."
+        yield _here(run)("DS607", "zero_optimization", said)
 
 
 def buffer_holds_the_largest_weight(config: Config, run: Context) -> Iterator[Finding]:
@@ -128,13 +116,11 @@ def buffer_holds_the_largest_weight(config: Config, run: Context) -> Iterator[Fi
     share = -(-run.weights.largest // run.world_size)
     if share > size:
         place = "zero_optimization.offload_param.buffer_size"
-        yield error(
-            "DS608",
-            place,
+        said = (
             f"{place} is {size:,} elements, but a rank's share of the largest weight has {share:,}. Raise it to "
-            f"{share:,}.",
-            *([Put(at(place), share)] if config.has(place) else []),
+            f"{share:,}."
         )
+        yield error("DS608", place, said, *([Put(at(place), share)] if config.has(place) else []))
 
 
 def _nearest(asked: str) -> Path | None:
@@ -157,3 +143,13 @@ def _file_system(path: Path) -> str:
     here = path.resolve()
     found = [(len(point), kind) for point, kind in mounts if here.is_relative_to(point)]
     return max(found)[1] if found else ""
+
+
+def compiler() -> str | None:
+    """The path of the C++ compiler."""
+    return shutil.which("g++") or shutil.which("c++")
+
+
+def has_libaio() -> bool:
+    """Whether the library that NVMe offload needs is installed."""
+    return find_library("aio") is not None

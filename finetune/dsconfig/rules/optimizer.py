@@ -52,28 +52,23 @@ def optimizer_is_there(config: Config, run: Context) -> Iterator[Finding]:
     if name.lower() in REMOVED:
         if version >= REMOVED_IN:
             ours = " The recipes have it without DeepSpeed: --deepspeed none --ddp_comm_hook onebit_adam."
-            yield error(
-                "DS302",
-                "optimizer.type",
+            said = (
                 f"optimizer.type is {name}, which DeepSpeed 0.19.7 removed (deepspeedai/DeepSpeed#8489). Use "
-                f"{REMOVED[name.lower()]}, or DeepSpeed 0.19.6.{ours if name.lower() == 'onebitadam' else ''}",
+                f"{REMOVED[name.lower()]}, or DeepSpeed 0.19.6.{ours if name.lower() == 'onebitadam' else ''}"
             )
+            yield error("DS302", "optimizer.type", said)
         elif config.stage > 1:
-            yield error(
-                "DS302",
-                "optimizer.type",
-                f"optimizer.type is {name}, which works up to ZeRO-1, but zero_optimization.stage is {config.stage}.",
-            )
+            said = f"optimizer.type is {name}, which works up to ZeRO-1, but zero_optimization.stage is {config.stage}."
+            yield error("DS302", "optimizer.type", said)
     elif name not in of_torch():
         near = {"onebit": "AdamW", "fusedadam": "AdamW", "deepspeedcpuadam": "AdamW", "sgd": "SGD"}
         mend = near.get(name.lower(), "AdamW")
-        yield error(
-            "DS301",
-            "optimizer.type",
+        said = (
             f"optimizer.type is {name}, which is neither an optimizer of DeepSpeed nor a class of torch.optim. Use "
             f"{mend}"
-            + (": DeepSpeed picks the fast version by itself." if mend == "AdamW" and name.lower() in near else "."),
+            + (": DeepSpeed picks the fast version by itself." if mend == "AdamW" and name.lower() in near else ".")
         )
+        yield error("DS301", "optimizer.type", said)
 
 
 def optimizer_is_tested_with_zero(config: Config, run: Context) -> Iterator[Finding]:
@@ -83,13 +78,11 @@ def optimizer_is_tested_with_zero(config: Config, run: Context) -> Iterator[Find
     if name is None or not config.stage or allowed or name in TESTED_WITH_ZERO or name.lower() in TESTED_WITH_ZERO:
         return
     if name.lower() not in REMOVED:
-        yield error(
-            "DS303",
-            "optimizer.type",
+        said = (
             f"optimizer.type is {name}, which DeepSpeed has not tested with ZeRO, and refuses. Add "
-            '"zero_allow_untested_optimizer": true, or use AdamW.',
-            Put(at("zero_allow_untested_optimizer"), True),
+            '"zero_allow_untested_optimizer": true, or use AdamW.'
         )
+        yield error("DS303", "optimizer.type", said, Put(at("zero_allow_untested_optimizer"), True))
 
 
 def offload_has_its_optimizer(config: Config, run: Context) -> Iterator[Finding]:
@@ -98,37 +91,32 @@ def offload_has_its_optimizer(config: Config, run: Context) -> Iterator[Finding]
         return
     name, forced = _name(config), config.get("zero_force_ds_cpu_optimizer") is not False
     if config.is_on("optimizer.params.torch_adam"):
-        yield warning(
-            "DS304",
-            "optimizer.params.torch_adam",
+        said = (
             "optimizer.params.torch_adam is true with an offloaded optimizer: torch's AdamW then updates the states "
-            "on the CPU, several times slower than DeepSpeed's own. Delete it.",
-            Drop(at("optimizer.params.torch_adam")),
+            "on the CPU, several times slower than DeepSpeed's own. Delete it."
         )
+        yield warning("DS304", "optimizer.params.torch_adam", said, Drop(at("optimizer.params.torch_adam")))
     elif name is not None and name.lower() not in ON_CPU:
-        yield warning(
-            "DS304",
-            "optimizer.type",
+        said = (
             f"optimizer.type is {name}, for which DeepSpeed has no CPU update, but the optimizer is offloaded. Use "
-            "AdamW.",
+            "AdamW."
         )
+        yield warning("DS304", "optimizer.type", said)
     if name is None and run.engine == "deepspeed" and forced:
-        yield warning(
-            "DS304",
-            "zero_optimization.offload_optimizer",
+        said = (
             "the optimizer is offloaded and the file has no optimizer section: DeepSpeed refuses an optimizer that "
             "the script builds, unless it is DeepSpeedCPUAdam or DeepSpeedCPULion. Add a section, or build one of "
-            "these.",
+            "these."
         )
+        yield warning("DS304", "zero_optimization.offload_optimizer", said)
     asked = str(run.arguments.get("optim") or "adamw")
     left = name is None or is_left(config, run, "optimizer")
     if left and run.has_trainer and forced and not asked.startswith("adamw"):
-        yield error(
-            "DS304",
-            "zero_optimization.offload_optimizer",
+        said = (
             f"the run asks for --optim {asked}, but the optimizer is offloaded, and DeepSpeed then uses only its own "
-            "CPU Adam. Drop --optim, or choose a config without offload.",
+            "CPU Adam. Drop --optim, or choose a config without offload."
         )
+        yield error("DS304", "zero_optimization.offload_optimizer", said)
 
 
 def section_matches_the_flag(config: Config, run: Context) -> Iterator[Finding]:
@@ -140,13 +128,11 @@ def section_matches_the_flag(config: Config, run: Context) -> Iterator[Finding]:
     if name.lower() not in OWN and name not in of_torch():
         return  # DS301 and DS302 say more
     if not str(asked).lower().startswith(name.lower()):
-        yield error(
-            "DS305",
-            "optimizer.type",
+        said = (
             f"optimizer.type is {name}, but the run asks for --optim {asked}, which would be ignored. Delete the "
-            "section, and the Trainer uses the flag.",
-            Drop(at("optimizer")),
+            "section, and the Trainer uses the flag."
         )
+        yield error("DS305", "optimizer.type", said, Drop(at("optimizer")))
 
 
 def clipping_is_not_in_the_optimizer(config: Config, run: Context) -> Iterator[Finding]:
@@ -156,13 +142,10 @@ def clipping_is_not_in_the_optimizer(config: Config, run: Context) -> Iterator[F
         here, there = config.get(place), config.get("gradient_clipping")
         says_one = there is None or there == here
         moves = (Put(at("gradient_clipping"), here), Drop(at(place))) if says_one and here is not None else ()
-        yield error(
-            "DS306",
-            place,
-            f'{place} is not accepted by DeepSpeed. Use the key "gradient_clipping" at the top level'
-            + ("." if says_one else f", which is {there}."),
-            *moves,
+        said = f'{place} is not accepted by DeepSpeed. Use the key "gradient_clipping" at the top level' + (
+            "." if says_one else f", which is {there}."
         )
+        yield error("DS306", place, said, *moves)
 
 
 def _name(config: Config) -> str | None:

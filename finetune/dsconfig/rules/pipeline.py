@@ -21,21 +21,18 @@ def stage_fits_the_pipeline(config: Config, run: Context) -> Iterator[Finding]:
     if run.pipeline_parallel_size is None:
         return
     if config.stage in (2, 3):
-        yield error(
-            "DS801",
-            "zero_optimization.stage",
+        said = (
             f"zero_optimization.stage is {config.stage}, but pipeline parallelism takes at most 1. Use --deepspeed "
             "pipeline (the default), set it to 1 in your own file, or train without stages: drop "
-            "--pipeline_parallel_size, or use recipes/causal_lm.py instead of causal_lm_pipeline.py.",
-            Put(at("zero_optimization.stage"), 1),
+            "--pipeline_parallel_size, or use recipes/causal_lm.py instead of causal_lm_pipeline.py."
         )
+        yield error("DS801", "zero_optimization.stage", said, Put(at("zero_optimization.stage"), 1))
     if config.stage == 0:
-        yield error(
-            "DS801",
-            "zero_optimization.stage",
+        said = (
             "zero_optimization.stage is 0: in fp32 DeepSpeed discards the gradient norm there, and every "
-            "pipeline keeps all optimizer states. Set it to 1, as the shipped `pipeline` does.",
+            "pipeline keeps all optimizer states. Set it to 1, as the shipped `pipeline` does."
         )
+        yield error("DS801", "zero_optimization.stage", said)
 
 
 def states_stay_on_the_device(config: Config, run: Context) -> Iterator[Finding]:
@@ -43,13 +40,11 @@ def states_stay_on_the_device(config: Config, run: Context) -> Iterator[Finding]
     for what in ("offload_optimizer", "offload_param"):
         device = config.offload(what)
         if run.pipeline_parallel_size is not None and device != "none":
-            yield error(
-                "DS802",
-                f"zero_optimization.{what}",
+            said = (
                 f"zero_optimization.{what}.device is {device}, but a pipeline run keeps its states on the device. "
-                "Drop it and raise --pipeline_parallel_size to save memory, or train without stages.",
-                Drop(at(f"zero_optimization.{what}")),
+                "Drop it and raise --pipeline_parallel_size to save memory, or train without stages."
             )
+            yield error("DS802", f"zero_optimization.{what}", said, Drop(at(f"zero_optimization.{what}")))
 
 
 def flags_make_the_optimizer(config: Config, run: Context) -> Iterator[Finding]:
@@ -57,25 +52,21 @@ def flags_make_the_optimizer(config: Config, run: Context) -> Iterator[Finding]:
     for name in ("optimizer", "scheduler"):
         section = config.section(name)
         if run.pipeline_parallel_size is not None and section and not is_left_to_the_trainer(section):
-            yield error(
-                "DS803",
-                name,
+            said = (
                 f"{name} sets values, but a pipeline run builds it from the Trainer's flags (--optim, --learning_rate, "
-                '--lr_scheduler_type, ...). Delete the section, or write "auto" for its values.',
-                Drop(at(name)),
+                '--lr_scheduler_type, ...). Delete the section, or write "auto" for its values.'
             )
+            yield error("DS803", name, said, Drop(at(name)))
 
 
 def tied_gradients_add_up(config: Config, run: Context) -> Iterator[Finding]:
     """DS804. deepspeed 0.19.8, runtime/pipe/engine.py, _exec_reduce_tied_grads, reads the gradients from elsewhere."""
     fp16 = config.is_on("fp16.enabled") or (config.is_auto("fp16.enabled") and run.arguments.get("fp16"))
     if run.pipeline_parallel_size is not None and fp16 and config.get(DTYPE) == "fp32":
-        yield error(
-            "DS804",
-            DTYPE,
-            f'{DTYPE} is "fp32" with fp16, for which DeepSpeed\'s pipeline does not sum tied gradients. Write "auto".',
-            Put(at(DTYPE), "auto"),
+        said = (
+            f'{DTYPE} is "fp32" with fp16, for which DeepSpeed\'s pipeline does not sum tied gradients. Write "auto".'
         )
+        yield error("DS804", DTYPE, said, Put(at(DTYPE), "auto"))
 
 
 def weights_keep_their_place(config: Config, run: Context) -> Iterator[Finding]:
@@ -83,25 +74,19 @@ def weights_keep_their_place(config: Config, run: Context) -> Iterator[Finding]:
     for name in ("round_robin_gradients", "parameter_alignment"):
         place = f"zero_optimization.{name}"
         if run.pipeline_parallel_size is not None and config.is_on(place):
-            yield error(
-                "DS805",
-                place,
+            said = (
                 f"{place} reorders the weights in the optimizer, which a pipeline's checkpoints do not support. "
-                "Delete it.",
-                Drop(at(place)),
+                "Delete it."
             )
+            yield error("DS805", place, said, Drop(at(place)))
 
 
 def monitors_are_off(config: Config, run: Context) -> Iterator[Finding]:
     """DS806. deepspeed 0.19.8, runtime/pipe/engine.py: the monitor reads a loss that `eval_batch` did not reduce."""
     for name in MONITORS:
         if run.pipeline_parallel_size is not None and config.is_on(f"{name}.enabled"):
-            yield error(
-                "DS806",
-                name,
-                f"{name}: DeepSpeed's monitors fail in a pipeline's evaluation. Use --report_to instead.",
-                Drop(at(name)),
-            )
+            said = f"{name}: DeepSpeed's monitors fail in a pipeline's evaluation. Use --report_to instead."
+            yield error("DS806", name, said, Drop(at(name)))
 
 
 def every_auto_is_filled(config: Config, run: Context) -> Iterator[Finding]:
@@ -111,12 +96,8 @@ def every_auto_is_filled(config: Config, run: Context) -> Iterator[Finding]:
     for place in config.autos():
         if place.split(".")[0] not in ("optimizer", "scheduler") and place not in FILLED:
             drop = [] if "[" in place else [Drop(at(place))]
-            yield error(
-                "DS807",
-                place,
-                f'{place} is "auto", which nothing fills in a pipeline run. Write a value, or delete it.',
-                *drop,
-            )
+            said = f'{place} is "auto", which nothing fills in a pipeline run. Write a value, or delete it.'
+            yield error("DS807", place, said, *drop)
 
 
 def checkpoints_are_the_flags(config: Config, run: Context) -> Iterator[Finding]:
@@ -133,10 +114,8 @@ def checkpoints_are_the_flags(config: Config, run: Context) -> Iterator[Finding]
     section = config.section("activation_checkpointing")
     asked = [name for name, value in section.items() if value not in (False, None)]
     if run.pipeline_parallel_size is not None and asked:
-        yield error(
-            "DS808",
-            "activation_checkpointing",
+        said = (
             f"activation_checkpointing ({', '.join(asked)}) does nothing in a pipeline: DeepSpeed's engine never reads "
-            "it. Delete it; to save memory, use --activation_checkpoint_interval 1, or more stages.",
-            Drop(at("activation_checkpointing")),
+            "it. Delete it; to save memory, use --activation_checkpoint_interval 1, or more stages."
         )
+        yield error("DS808", "activation_checkpointing", said, Drop(at("activation_checkpointing")))

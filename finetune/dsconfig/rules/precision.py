@@ -17,11 +17,8 @@ MASTERS = ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_g
 def one_precision_is_on(config: Config, run: Context) -> Iterator[Finding]:
     """DS401. DeepSpeed asserts it in the engine."""
     if config.is_on("fp16.enabled") and (config.is_on("bf16.enabled") or config.is_on("bfloat16.enabled")):
-        yield error(
-            "DS401",
-            "fp16.enabled",
-            "fp16.enabled and bf16.enabled are both true, but DeepSpeed accepts only one. Keep bf16 on new GPUs.",
-        )
+        said = "fp16.enabled and bf16.enabled are both true, but DeepSpeed accepts only one. Keep bf16 on new GPUs."
+        yield error("DS401", "fp16.enabled", said)
 
 
 def bf16_has_its_own_name(config: Config, run: Context) -> Iterator[Finding]:
@@ -30,23 +27,19 @@ def bf16_has_its_own_name(config: Config, run: Context) -> Iterator[Finding]:
     is_left = config.is_on("bfloat16.enabled") and not config.has("bf16") and not run.arguments.get("bf16")
     if is_left and run.engine != "deepspeed":
         is_off = run.arguments.get("bf16") is False
-        yield (error if is_off else warning)(
-            "DS105",
-            "bfloat16.enabled",
+        said = (
             "bfloat16.enabled is true, but accelerate, and so the Trainer, reads only bf16, and adds one that is off"
             f"{'' if is_off else ' unless --bf16 or its mixed_precision asks for it'}: "
-            "the run then trains in fp32. Rename bfloat16 to bf16.",
+            "the run then trains in fp32. Rename bfloat16 to bf16."
         )
+        yield (error if is_off else warning)("DS105", "bfloat16.enabled", said)
 
 
 def fp16_has_a_gpu(config: Config, run: Context) -> Iterator[Finding]:
     """DS402."""
     if run.has_cuda is False and (config.is_on("fp16.enabled") or (run.has_trainer and run.arguments.get("fp16"))):
-        yield error(
-            "DS402",
-            "fp16.enabled",
-            "fp16 is on, but there is no GPU, and fp16 does not train on a CPU. Use --bf16 True, or neither.",
-        )
+        said = "fp16 is on, but there is no GPU, and fp16 does not train on a CPU. Use --bf16 True, or neither."
+        yield error("DS402", "fp16.enabled", said)
 
 
 def bf16_has_its_gpu(config: Config, run: Context) -> Iterator[Finding]:
@@ -58,12 +51,11 @@ def bf16_has_its_gpu(config: Config, run: Context) -> Iterator[Finding]:
     )
     if asked and run.gpu_capability is not None and run.gpu_capability < AMPERE:
         capability = ".".join(map(str, run.gpu_capability))
-        yield error(
-            "DS403",
-            "bf16.enabled",
+        said = (
             f"bf16.enabled is on, but this GPU has compute capability {capability}, but bf16 needs 8.0 (Ampere). "
-            "Use fp16.",
+            "Use fp16."
         )
+        yield error("DS403", "bf16.enabled", said)
 
 
 def loss_scale_does_something(config: Config, run: Context) -> Iterator[Finding]:
@@ -73,20 +65,17 @@ def loss_scale_does_something(config: Config, run: Context) -> Iterator[Finding]
     if not config.has("fp16.enabled"):
         return  # DS408 says more
     if scale and fields and not config.is_off("fp16.enabled"):
-        yield warning(
-            "DS404",
-            f"fp16.{fields[0]}",
+        said = (
             f"fp16.loss_scale is {scale:g}, a fixed scale, so {', '.join(fields)} {_do(fields)} nothing. Set it to 0 "
-            "for dynamic scaling, or delete them.",
+            "for dynamic scaling, or delete them."
         )
+        yield warning("DS404", f"fp16.{fields[0]}", said)
     elif (fields or scale) and config.is_off("fp16.enabled"):
         names = [*fields, *(["loss_scale"] if scale else [])]
-        yield warning(
-            "DS404",
-            f"fp16.{names[0]}",
-            f"fp16.enabled is false, so {', '.join(names)} {_do(names)} nothing. "
-            + ("Delete them." if run.engine == "deepspeed" else 'Write "auto", or delete them.'),
+        said = f"fp16.enabled is false, so {', '.join(names)} {_do(names)} nothing. " + (
+            "Delete them." if run.engine == "deepspeed" else 'Write "auto", or delete them.'
         )
+        yield warning("DS404", f"fp16.{names[0]}", said)
 
 
 def loss_scale_can_move(config: Config, run: Context) -> Iterator[Finding]:
@@ -118,31 +107,22 @@ def masters_have_zero(config: Config, run: Context) -> Iterator[Finding]:
     """DS405. deepspeed 0.19.8, runtime/config.py, _do_error_check."""
     for place in MASTERS:
         if config.is_on(place) and not config.stage:
-            yield error(
-                "DS405",
-                place,
-                f"{place} needs ZeRO stage 1 to 3, but stage is 0. Raise it, or delete the key.",
-                Drop(at(place)),
-            )
+            said = f"{place} needs ZeRO stage 1 to 3, but stage is 0. Raise it, or delete the key."
+            yield error("DS405", place, said, Drop(at(place)))
     if config.is_on(MASTERS[2]) and not config.is_on(MASTERS[1]):
-        yield error(
-            "DS405",
-            MASTERS[2],
-            f"{MASTERS[2]} also needs bf16_master_weights_and_grads. Set it to true, or delete the key.",
-            Put(at(MASTERS[1]), True),
-        )
+        said = f"{MASTERS[2]} also needs bf16_master_weights_and_grads. Set it to true, or delete the key."
+        yield error("DS405", MASTERS[2], said, Put(at(MASTERS[1]), True))
 
 
 def autocast_is_alone(config: Config, run: Context) -> Iterator[Finding]:
     """DS406. torch.autocast keeps fp32 weights; the fp16 and bf16 sections replace them."""
     halves = [name for name in ("fp16", "bf16") if config.is_on(f"{name}.enabled")]
     if config.is_on("torch_autocast.enabled") and halves:
-        yield warning(
-            "DS406",
-            "torch_autocast.enabled",
+        said = (
             f"torch_autocast.enabled and {halves[0]}.enabled are both true: the weights are already {halves[0]}, so "
-            "autocast saves nothing. Keep one.",
+            "autocast saves nothing. Keep one."
         )
+        yield warning("DS406", "torch_autocast.enabled", said)
 
 
 def _default(place: str) -> object:

@@ -20,21 +20,17 @@ def hpz_divides_the_node(config: Config, run: Context) -> Iterator[Finding]:
         return
     auto = [Put(at(HPZ), "auto")] if run.engine == "recipe" else []
     if run.world_size % size:
-        yield error(
-            "DS701",
-            HPZ,
+        said = (
             f"{HPZ} is {size}, but it must divide the {run.world_size} ranks of this run. Set it to the ranks of one "
-            f"node, {run.ranks_per_node}.",
-            *auto,
+            f"node, {run.ranks_per_node}."
         )
+        yield error("DS701", HPZ, said, *auto)
     elif run.ranks_per_node is not None and run.ranks_per_node % size:
-        yield error(
-            "DS701",
-            HPZ,
+        said = (
             f"{HPZ} is {size}, but a node has {run.ranks_per_node} ranks: weights would be gathered across nodes, "
-            f"which it is meant to avoid. Set it to {run.ranks_per_node}, or a divisor.",
-            *auto,
+            f"which it is meant to avoid. Set it to {run.ranks_per_node}, or a divisor."
         )
+        yield error("DS701", HPZ, said, *auto)
 
 
 def quantized_has_its_stage(config: Config, run: Context) -> Iterator[Finding]:
@@ -53,12 +49,11 @@ def quantizer_can_run(config: Config, run: Context) -> Iterator[Finding]:
     nodes = 1 if run.world_size is None else run.world_size // (run.ranks_per_node or run.world_size)
     for place in [QWZ, *([QGZ] if nodes > 1 else [])]:  # on one node the gradients are not quantized
         if config.is_on(place) and run.has_cuda is False:
-            yield error(
-                "DS703",
-                place,
+            said = (
                 f"{place} needs a GPU: DeepSpeed's quantizer has no CPU build. Set it to false in a copy of the "
-                "file, or use zero3.",
+                "file, or use zero3."
             )
+            yield error("DS703", place, said)
 
 
 def quantized_gradients_do_something(config: Config, run: Context) -> Iterator[Finding]:

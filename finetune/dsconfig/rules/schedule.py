@@ -32,39 +32,34 @@ def schedule_is_the_one_asked_for(config: Config, run: Context) -> Iterator[Find
         return
     if is_left(config, run, "scheduler"):
         if found == "WarmupLR" and asked not in ("constant_with_warmup", "constant"):
-            yield warning(
-                "DS307",
-                "scheduler.type",
+            said = (
                 f"scheduler.type is WarmupLR without any numbers, so the run's --lr_scheduler_type {asked} is "
-                "used, which does not stay at the full rate. Give --lr_scheduler_type constant_with_warmup for that.",
+                "used, which does not stay at the full rate. Give --lr_scheduler_type constant_with_warmup for that."
             )
+            yield warning("DS307", "scheduler.type", said)
     elif found != SCHEDULES.get(str(asked)):
-        yield error(
-            "DS307",
-            "scheduler.type",
+        said = (
             f"scheduler.type is {found}, but the run asks for --lr_scheduler_type {asked}, which DeepSpeed would "
-            "ignore. Delete the section, and the Trainer's own schedule is used.",
-            Drop(at("scheduler")),
+            "ignore. Delete the section, and the Trainer's own schedule is used."
         )
+        yield error("DS307", "scheduler.type", said, Drop(at("scheduler")))
 
 
 def schedule_has_its_optimizer(config: Config, run: Context) -> Iterator[Finding]:
     """DS308. Which of the two sections may be given alone depends on who reads the file."""
     has = {name: bool(config.section(name)) for name in ("optimizer", "scheduler")}
     if run.engine == "accelerate" and has["optimizer"] and not has["scheduler"]:
-        yield warning(
-            "DS308",
-            "optimizer",
+        said = (
             "the file has an optimizer but no scheduler: accelerate then needs DummyOptim in the script, with a "
-            "DummyScheduler that has an lr_scheduler_callable, or none. Give both sections, or neither.",
+            "DummyScheduler that has an lr_scheduler_callable, or none. Give both sections, or neither."
         )
+        yield warning("DS308", "optimizer", said)
     if run.engine == "trainer" and has["scheduler"] and not has["optimizer"]:
-        yield warning(
-            "DS308",
-            "scheduler",
+        said = (
             "the file has a scheduler but no optimizer: DeepSpeed's schedule then drives the Trainer's "
-            "optimizer. Its steps and rates differ from --lr_scheduler_type. Give both sections, or neither.",
+            "optimizer. Its steps and rates differ from --lr_scheduler_type. Give both sections, or neither."
         )
+        yield warning("DS308", "scheduler", said)
 
 
 def schedule_takes_its_parameters(config: Config, run: Context) -> Iterator[Finding]:
@@ -75,12 +70,11 @@ def schedule_takes_its_parameters(config: Config, run: Context) -> Iterator[Find
         return
     if kind not in known:
         near = difflib.get_close_matches(kind, known, 1, 0.5)
-        yield error(
-            "DS311",
-            "scheduler.type",
+        said = (
             f"scheduler.type is {kind}, which is neither a schedule of DeepSpeed ({', '.join(OF_DEEPSPEED)}) nor a "
-            f"class of torch.optim.lr_scheduler.{f' Did you mean {near[0]}?' if near else ''}",
+            f"class of torch.optim.lr_scheduler.{f' Did you mean {near[0]}?' if near else ''}"
         )
+        yield error("DS311", "scheduler.type", said)
         return
     given = config.section("scheduler.params")
     missing = [name for name in schema()["properties"]["scheduler"]["x-required"][kind] if name not in given]
@@ -90,12 +84,11 @@ def schedule_takes_its_parameters(config: Config, run: Context) -> Iterator[Find
         )
     for name in given:
         if name not in known[kind]:
-            yield error(
-                "DS311",
-                f"scheduler.params.{name}",
+            said = (
                 f"scheduler.params.{name} is not a parameter of {kind}, which takes {', '.join(known[kind])}."
-                f"{or_meant(name, known[kind])}",
+                f"{or_meant(name, known[kind])}"
             )
+            yield error("DS311", f"scheduler.params.{name}", said)
 
 
 def warmup_fits_the_run(config: Config, run: Context) -> Iterator[Finding]:
@@ -106,22 +99,20 @@ def warmup_fits_the_run(config: Config, run: Context) -> Iterator[Finding]:
     deepspeed = run.version("deepspeed")
     does = "refuses" if deepspeed is None or deepspeed >= (0, 19, 3) else "reads as 2"
     if steps is not None and steps <= 0:
-        yield error(
-            "DS309",
-            place,
+        said = (
             f"{place} is {steps:g}, which DeepSpeed {does}. Delete the scheduler section for a run without warmup, or "
-            "write at least 1.",
+            "write at least 1."
         )
+        yield error("DS309", place, said)
     known = total or (run.arguments.get("max_steps", 0) if run.has_trainer else 0)
     asked = run.arguments.get("warmup_steps") if config.is_auto(place) or steps is None else steps
     if isinstance(asked, int | float) and isinstance(known, int) and 0 < known < asked:
         contradicts_itself = total and steps is not None  # otherwise it may be intended, as in a short trial run
-        yield (error if contradicts_itself else warning)(
-            "DS309",
-            place if steps is not None else "scheduler",
+        said = (
             f"the warmup takes {asked:g} steps, but the run ends after {known}: the full rate is never reached. "
-            f"Lower {place if steps is not None else '--warmup_steps'}.",
+            f"Lower {place if steps is not None else '--warmup_steps'}."
         )
+        yield (error if contradicts_itself else warning)("DS309", place if steps is not None else "scheduler", said)
 
 
 def steps_are_counted_whole(config: Config, run: Context) -> Iterator[Finding]:
@@ -131,12 +122,8 @@ def steps_are_counted_whole(config: Config, run: Context) -> Iterator[Finding]:
         place = f"scheduler.params.{name}"
         steps = config.number(place)
         if isinstance(steps, float) and steps > 0:
-            yield error(
-                "DS309",
-                place,
-                f"{place} is {steps!r}, but {_library(config)} takes only integers there. Write {steps:.0f}.",
-                *([Put(at(place), int(steps))] if steps == int(steps) else []),
-            )
+            said = f"{place} is {steps!r}, but {_library(config)} takes only integers there. Write {steps:.0f}."
+            yield error("DS309", place, said, *([Put(at(place), int(steps))] if steps == int(steps) else []))
 
 
 def lowest_is_below_highest(config: Config, run: Context) -> Iterator[Finding]:
@@ -150,12 +137,11 @@ def lowest_is_below_highest(config: Config, run: Context) -> Iterator[Finding]:
         if min(len(lows), len(highs)) in (1, many) and any(
             one > other for one, other in zip(_of(lows, many), _of(highs, many), strict=True)
         ):
-            yield error(
-                "DS312",
-                f"scheduler.params.{low if config.has(f'scheduler.params.{low}') else high}",
+            said = (
                 f"scheduler.params.{low} is {_shown(lows)}{by_low}, which is above {high}, {_shown(highs)}{by_high}: "
-                "the schedule would run backwards. Lower the first, or raise the second.",
+                "the schedule would run backwards. Lower the first, or raise the second."
             )
+            yield error("DS312", f"scheduler.params.{low if config.has(f'scheduler.params.{low}') else high}", said)
 
 
 def decay_has_its_steps(config: Config, run: Context) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""DS5xx: ZeRO's stages and sizes."""
+"""DS5xx: ZeRO's stages and sizes, also with expert parallelism."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from finetune.dsconfig.config import Config
 from finetune.dsconfig.context import Context
 from finetune.dsconfig.finding import Drop, Finding, Put, at, error, warning
+from finetune.dsconfig.rules.optimizer import is_left_to_the_trainer
 
 GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 GATHERS = ("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")  # other names of the key
@@ -28,6 +29,12 @@ OF_NOTHING = {
     "stage3_max_reuse_distance": "every weight is released after each use, and gathered again",
 }
 OF_STAGE_3 = ("stage3_", "sub_group_size")
+# deepspeed 0.19.8: runtime/utils.py, clip_grad_norm_ (DeepSpeed issue 8475); runtime/engine.py,
+# _raise_if_autoep_zero3_consolidated_export and the docs of AutoEP.
+NOT_WITH_EXPERTS = {
+    0: "without ZeRO, DeepSpeed clips fp32 gradients by an average of norms, as if all ranks had the same experts",
+    3: "under ZeRO-3, DeepSpeed can neither export the experts nor load them in another layout",
+}
 
 
 def saved_model_is_whole(config: Config, run: Context) -> Iterator[Finding]:
@@ -38,22 +45,18 @@ def saved_model_is_whole(config: Config, run: Context) -> Iterator[Finding]:
     if any(config.is_on(f"zero_optimization.{name}") for name in GATHERS) or run.engine == "deepspeed":
         return
     if config.is_auto(GATHER) and not run.has_trainer:
-        yield warning(
-            "DS501",
-            GATHER,
+        said = (
             f'{GATHER} is "auto", which accelerate fills with its zero3_save_16bit_model, false by default: the model '
-            "saved at the end then has no weights that from_pretrained opens. Set it to true.",
-            Put(at(GATHER), True),
+            "saved at the end then has no weights that from_pretrained opens. Set it to true."
         )
+        yield warning("DS501", GATHER, said, Put(at(GATHER), True))
     else:
         state = '"auto", which the Trainer leaves off' if config.is_auto(GATHER) else "off"
-        yield error(
-            "DS501",
-            GATHER,
+        said = (
             f"{GATHER} is {state}, so the model saved at the end has no weights that from_pretrained opens, only "
-            "DeepSpeed's shards. Set it to true.",
-            Put(at(GATHER), True),
+            "DeepSpeed's shards. Set it to true."
         )
+        yield error("DS501", GATHER, said, Put(at(GATHER), True))
 
 
 def something_is_sharded(config: Config, run: Context) -> Iterator[Finding]:
@@ -66,13 +69,12 @@ def something_is_sharded(config: Config, run: Context) -> Iterator[Finding]:
     # Weights up to and including the threshold are not sharded (runtime/zero/partition_parameters.py).
     if config.stage != 3 or weights is None or threshold < weights.largest:
         return
-    yield error(
-        "DS502",
-        THRESHOLD,
+    said = (
         f"{THRESHOLD} is {threshold:,}, but the largest weight of the model has {weights.largest:,} elements: every "
         f"weight stays whole on every rank, and ZeRO-3 shards nothing. Set it to {_nice(weights.largest / 10):,} or "
-        "less, or use ZeRO-2.",
+        "less, or use ZeRO-2."
     )
+    yield error("DS502", THRESHOLD, said)
 
 
 def buckets_fit_the_model(config: Config, run: Context) -> Iterator[Finding]:
@@ -84,20 +86,18 @@ def buckets_fit_the_model(config: Config, run: Context) -> Iterator[Finding]:
         if size is None or not config.stage or (config.stage < 3 and "stage3" in place):
             continue
         if size < FEW_ELEMENTS and (weights is None or weights.total > 20 * size) and "prefetch" not in place:
-            yield warning(
-                "DS503",
-                place,
+            said = (
                 f"{place} is {size:,} elements: gradients are sent in pieces of {_bytes(size)}, each with the "
                 "network's full latency. Set it to 5e7"
-                + (f" ({weights.total:,} weights in all)." if weights else ", or to the size of a small model."),
+                + (f" ({weights.total:,} weights in all)." if weights else ", or to the size of a small model.")
             )
+            yield warning("DS503", place, said)
         elif weights is not None and size > 4 * weights.total and size * BYTES_PER_ELEMENT > 2**28:
-            yield warning(
-                "DS503",
-                place,
+            said = (
                 f"{place} is {size:,} elements, but the model has {weights.total:,} weights: up to {_bytes(size)} per "
-                f"rank are wasted. Set it to {_nice(weights.total):,}.",
+                f"rank are wasted. Set it to {_nice(weights.total):,}."
             )
+            yield warning("DS503", place, said)
 
 
 def sizes_are_not_zero(config: Config, run: Context) -> Iterator[Finding]:
@@ -117,12 +117,11 @@ def overlap_fits_in_memory(config: Config, run: Context) -> Iterator[Finding]:
         half = any(config.is_on(name) or config.is_auto(name) for name in HALVES)
         needed = many * size * (1 if half else 2)
         if needed * BYTES_PER_ELEMENT > MUCH_MEMORY_BYTES:
-            yield warning(
-                "DS504",
-                place,
+            said = (
                 f"{place} with a reduce_bucket_size of {size:,} elements takes {_bytes(needed)} on each GPU for its "
-                f"{many} buckets. Set reduce_bucket_size to 5e7, or overlap_comm to false.",
+                f"{many} buckets. Set reduce_bucket_size to 5e7, or overlap_comm to false."
             )
+            yield warning("DS504", place, said)
 
 
 def reduce_buckets(stage: int, overlaps: bool) -> int:
@@ -149,23 +148,19 @@ def stage_reads_the_key(config: Config, run: Context) -> Iterator[Finding]:
 def best_model_can_be_loaded(config: Config, run: Context) -> Iterator[Finding]:
     """DS506. --save_only_model omits DeepSpeed's states, without which its engine cannot load a checkpoint."""
     if run.has_trainer and run.arguments.get("save_only_model") and run.arguments.get("load_best_model_at_end"):
-        yield error(
-            "DS506",
-            "zero_optimization",
+        said = (
             "--save_only_model with --load_best_model_at_end: the checkpoints hold no DeepSpeed states, but "
-            "DeepSpeed cannot load a checkpoint without them. Drop one of the two.",
+            "DeepSpeed cannot load a checkpoint without them. Drop one of the two."
         )
+        yield error("DS506", "zero_optimization", said)
 
 
 def stage_takes_the_key(config: Config, run: Context) -> Iterator[Finding]:
     """DS507. deepspeed 0.19.8: runtime/config.py, _do_error_check, and the validators of runtime/zero/config.py."""
     stage = config.stage
     if config.get("gradient_allreduce_op") == "sum" and stage == 3:
-        yield error(
-            "DS507",
-            "gradient_allreduce_op",
-            'gradient_allreduce_op is "sum", which DeepSpeed refuses under ZeRO-3. Delete it, or use ZeRO-2.',
-        )
+        words = 'gradient_allreduce_op is "sum", which DeepSpeed refuses under ZeRO-3. Delete it, or use ZeRO-2.'
+        yield error("DS507", "gradient_allreduce_op", words)
     # runtime/zero/stage3.py, __init__: with reduce-scatter.
     scatters = stage == 3 and not config.is_off("zero_optimization.reduce_scatter")
     factor = config.number("gradient_predivide_factor")
@@ -187,25 +182,43 @@ def stage_takes_the_key(config: Config, run: Context) -> Iterator[Finding]:
     place = "zero_optimization.offload_optimizer.ratio"
     ratio = config.number(place)
     if ratio is not None and ratio < 1 and stage != 3:
-        yield error(
-            "DS507",
-            place,
+        words = (
             f"{place} is {ratio:g}, but states are partly offloaded only at stage 3, and stage is {stage}. "
-            "Delete it to offload all of them.",
-            Drop(at(place)),
+            "Delete it to offload all of them."
         )
+        yield error("DS507", place, words, Drop(at(place)))
 
 
 def section_is_there(config: Config, run: Context) -> Iterator[Finding]:
     """DS508. accelerate 1.15, utils/dataclasses.py, and so the Trainer, refuses a config without the section."""
     if run.engine != "deepspeed" and run.pipeline_parallel_size is None and not config.has("zero_optimization"):
-        yield error(
-            "DS508",
-            "",
+        said = (
             "zero_optimization is missing, and the Trainer and accelerate refuse a config without it. Add "
-            '"zero_optimization": {"stage": 2}; stage 0 is DeepSpeed without ZeRO.',
-            Put(at("zero_optimization"), {"stage": 0}),
+            '"zero_optimization": {"stage": 2}; stage 0 is DeepSpeed without ZeRO.'
         )
+        yield error("DS508", "", said, Put(at("zero_optimization"), {"stage": 0}))
+
+
+def expert_parallelism_fits(config: Config, run: Context) -> Iterator[Finding]:
+    """DS509: --expert_parallel_size."""
+    if run.expert_parallel_size == 1:
+        return
+    said = f"--expert_parallel_size is {run.expert_parallel_size}"
+    if config.stage in NOT_WITH_EXPERTS:
+        why = NOT_WITH_EXPERTS[config.stage]
+        yield error("DS509", "zero_optimization.stage", f"{said}, but stage is {config.stage}: {why}. Set it to 2.")
+    for what in ("offload_optimizer", "offload_param"):
+        if config.offload(what) != "none":
+            place = f"zero_optimization.{what}"
+            yield error("DS509", place, f"{said}, which is untested with offload. Delete {what}, or drop the flag.")
+    in_bf16 = config.is_on("bf16.enabled") or (config.is_auto("bf16.enabled") and run.arguments.get("bf16"))
+    place = "data_types.grad_accum_dtype"
+    if config.stage == 1 and in_bf16 and config.get(place) in ("fp32", "float32"):
+        why = "DeepSpeed then trains bf16 under ZeRO-1 by BF16_Optimizer, which is untested with expert parallelism"
+        yield error("DS509", place, f"{said}, but {place} is {config.get(place)}: {why}. Delete it, or set stage to 2.")
+    if config.has("optimizer") and not is_left_to_the_trainer(config.section("optimizer")):
+        why = "experts need a group of their own in the optimizer, which the Trainer makes"
+        yield error("DS509", "optimizer", f"{said}, but the optimizer is DeepSpeed's: {why}. Delete the section.")
 
 
 def _nice(number: float) -> int:

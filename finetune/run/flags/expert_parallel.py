@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 REFUSED = {
     "auto_find_batch_size": "a rank that runs out of memory would leave the others waiting for its tokens",
     "fsdp": "expert parallelism is DeepSpeed's",
-    "sequence_parallel_size": "experts spread over ranks that share texts are untested here",
+    "sequence_parallel_size": "expert parallelism with ranks that share texts is untested here",
     "streaming": "ranks whose streams end earlier would leave the others waiting for their tokens",
-    "teacher": "distilling from a teacher with spread experts is untested here",
+    "teacher": "distilling from a teacher with expert parallelism is untested here",
     "torch_compile": "compiled exchanges are untested here",
     "use_liger_kernel": "its forward pass computes the router loss by itself",
     "use_peft": "adapters would be lost when the engine replaces the layers",

@@ -31,9 +31,7 @@ class GuardArguments:
         range=Range(least=SHORTEST_HANG_SECONDS, others={0: "to wait forever"}),
     )
     hang_blame: bool = flag(
-        False,
-        "also end the run if a rank sends heartbeats but makes no progress for --hang_timeout seconds",
-        GOES_ON,
+        False, "also end the run if a rank sends heartbeats but makes no progress for --hang_timeout seconds", GOES_ON
     )
     on_nan: str = flag(
         "stop",

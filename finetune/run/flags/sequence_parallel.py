@@ -70,12 +70,8 @@ def sequence_faults(run: Run) -> Iterator[str]:
         yield f"{said}, which does not divide {run.said('block_size')[2:]}: ranks must get equal parts. Change one."
     if run.value("attn_implementation") not in (None, *ATTENTIONS):
         shown = run.said("attn_implementation")
-        yield f"{shown}, which --sequence_parallel_size does not support. Use one of {_known()}."
+        yield f"{shown}, which --sequence_parallel_size does not support. Use one of {', '.join(ATTENTIONS)}."
     yield from drop_one(run, "sequence_parallel_size", REFUSED)
-
-
-def _known() -> str:
-    return ", ".join(ATTENTIONS)
 
 
 def sequence_faults_here(run: Run, deepspeed: str | None) -> Iterator[str]:

@@ -128,12 +128,7 @@ PREFERENCE = Recipe(
             "Give --loss kto, or drop it.",
         ),
         Void(("reference",), "loss", ("orpo", "reward", "simpo"), "It has no reference model. Drop it."),
-        Void(
-            ("share_prompt",),
-            "loss",
-            ("kto", "reward"),
-            "Only losses that compare two answers use it. Drop it.",
-        ),
+        Void(("share_prompt",), "loss", ("kto", "reward"), "Only losses that compare two answers use it. Drop it."),
         Void(("beta", "loss_chunk_tokens", "sample_tokens"), "loss", ("reward",)),
     ),
 )

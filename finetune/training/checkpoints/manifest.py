@@ -41,7 +41,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class Spread:
+class Layout:
     """How a run is distributed: `engine` is one of ENGINES; a single process without DeepSpeed is "ddp" with world size
     1."""
 
@@ -65,7 +65,7 @@ class Manifest:
     epoch: float | None
     saved: str
     global_batch_size: int
-    layout: Spread
+    layout: Layout
     versions: dict[str, str]
     files: dict[str, FileRecord]
 
@@ -184,13 +184,13 @@ def record_of(path: Path, to_disk: bool = False) -> FileRecord:
 
 def shares(sizes: dict[str, int], count: int) -> list[list[str]]:
     """The names in `count` lists of about equal bytes; every rank computes the same lists."""
-    spread: list[list[str]] = [[] for _ in range(count)]
+    lists: list[list[str]] = [[] for _ in range(count)]
     loads = [0] * count
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         lightest = min(range(count), key=lambda i: loads[i])
-        spread[lightest].append(name)
+        lists[lightest].append(name)
         loads[lightest] += sizes[name] + 1  # even an empty file has a cost
-    return spread
+    return lists
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -247,7 +247,7 @@ def _parsed(content: dict[str, Any]) -> Manifest:
         epoch=epoch,
         saved=_text(content, "saved"),
         global_batch_size=_count(content, "global_batch_size"),
-        layout=Spread(engine, _count(layout, "world_size"), **optional),
+        layout=Layout(engine, _count(layout, "world_size"), **optional),
         versions={_text({"": name}, ""): _text(content["versions"], name) for name in content["versions"]},
         files=files,
     )

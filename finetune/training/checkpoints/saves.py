@@ -18,7 +18,7 @@ from finetune.run.flags.guards import WORTH_BYTES
 from finetune.training.checkpoints.atomic_folder import AtomicFolder
 from finetune.training.checkpoints.beside import Writer
 from finetune.training.checkpoints.final import note_place_of_best
-from finetune.training.checkpoints.manifest import Spread
+from finetune.training.checkpoints.manifest import Layout
 from finetune.training.checkpoints.rotation import Keeper
 from finetune.training.checkpoints.space import check_space, free_memory
 from finetune.training.checkpoints.writer_process import Job
@@ -31,8 +31,8 @@ class Saved(Protocol):
     """What the ranks of one engine save. All ranks must call every method."""
 
     @property
-    def layout(self) -> Spread:
-        """How it is spread over the ranks, for the manifest."""
+    def layout(self) -> Layout:
+        """How it is sharded over the ranks, for the manifest."""
 
     def expected_bytes(self) -> int:
         """The approximate size of a checkpoint, all ranks together."""

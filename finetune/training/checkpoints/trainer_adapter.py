@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.training.checkpoints.manifest import Spread
+from finetune.training.checkpoints.manifest import Layout
 from finetune.training.checkpoints.space import copied_bytes, trainer_bytes
 
 
@@ -15,11 +15,11 @@ class TrainerSaved:
         self.trainer = trainer
 
     @property
-    def layout(self) -> Spread:
+    def layout(self) -> Layout:
         ranks = self.trainer.args.world_size
         if self.trainer.is_deepspeed_enabled:
-            return Spread("deepspeed", ranks, zero_stage=int(self._zero().get("stage", 0)))
-        return Spread("fsdp" if self.trainer.is_fsdp_enabled else "ddp", ranks)
+            return Layout("deepspeed", ranks, zero_stage=int(self._zero().get("stage", 0)))
+        return Layout("fsdp" if self.trainer.is_fsdp_enabled else "ddp", ranks)
 
     def expected_bytes(self) -> int:
         return trainer_bytes(self.trainer, self.layout.zero_stage)

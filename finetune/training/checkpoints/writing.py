@@ -21,8 +21,8 @@ from finetune.run.files import DELETING, IDENTITY, REPLACED, UNFINISHED
 from finetune.training.checkpoints.identity import Identity
 from finetune.training.checkpoints.manifest import (
     FileRecord,
+    Layout,
     Manifest,
-    Spread,
     record_of,
     write_manifest,
 )
@@ -50,7 +50,7 @@ class About:
     step: int
     epoch: float | None
     global_batch_size: int
-    layout: Spread
+    layout: Layout
     identity: Identity | None = None
 
 

@@ -23,7 +23,7 @@ from finetune.run.files import PIPELINE_RECORD
 from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.beside import Writer
 from finetune.training.checkpoints.final import open_final, save_final
-from finetune.training.checkpoints.manifest import Spread
+from finetune.training.checkpoints.manifest import Layout
 from finetune.training.checkpoints.space import OTHER_BYTES, stage_bytes
 from finetune.training.checkpoints.writing import every, leads, rank
 from finetune.training.pipeline.engine import Built, Named
@@ -94,9 +94,9 @@ class Checkpoints:
             write_json(folder / PIPELINE_RECORD, record)
 
     @property
-    def layout(self) -> Spread:
+    def layout(self) -> Layout:
         zero_stage = self.built.engine.zero_optimization_stage()
-        return Spread("pipeline", distributed.get_world_size(), zero_stage, self.stages, self.pipelines)
+        return Layout("pipeline", distributed.get_world_size(), zero_stage, self.stages, self.pipelines)
 
     def expected_bytes(self) -> int:
         return sum(every(self._own_bytes())) + OTHER_BYTES

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import distributed
 
 from finetune.models.pipeline import PipelineLayer, PipelineModel
@@ -67,7 +68,7 @@ def measure_layers(
     support it. torch's random state is preserved.
     """
     inputs, labels = model.split(batch)
-    x, labels = _to(inputs, device), _to(labels, device)
+    x, labels = send_to_device(inputs, device), send_to_device(labels, device)
     known: dict[Any, tuple[LayerCost, Any]] = {}
     costs: list[LayerCost] = []
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -140,10 +141,6 @@ def now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def _to(given: Any, device: torch.device) -> Any:
-    return tuple(t.to(device) for t in given) if isinstance(given, tuple | list) else given.to(device)
 
 
 def _leaves(given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A checkpoint of experts that are spread over ranks, and the same with all of them in one place."""
+"""A checkpoint of experts in expert parallelism, and the same with all of them in one place."""
 
 from __future__ import annotations
 

@@ -28,11 +28,11 @@ from finetune.training.reshard.zero_shards import model_file
 @dataclass(frozen=True)
 class Names:
     """The resuming run's optimizer groups, with its settings, and a map from names in files (a tied weight's other
-    names, and those in an adapter) to the model's; `spread` are the groups if experts have some of their own."""
+    names, and those in an adapter) to the model's; `expert_groups` are the groups if experts have some of their own."""
 
     groups: tuple[Group, ...]
     in_files: Mapping[str, str]
-    spread: tuple[Group, ...] | None = None
+    expert_groups: tuple[Group, ...] | None = None
 
     @property
     def filled(self) -> tuple[Group, ...]:

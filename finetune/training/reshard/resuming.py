@@ -63,7 +63,7 @@ class Reshard(TrainerCallback):
                 f"only Adam's ({', '.join(sorted(ADAM))}) can be moved into ZeRO's. Resume with {written}."
             )
         if not written.expert_ranks == here.expert_ranks == 1:
-            portable = regrouped(portable, self.names.spread or self.names.groups)
+            portable = regrouped(portable, self.names.expert_groups or self.names.groups)
         say_move(self.checkpoint, portable, written, here)
         return portable
 
@@ -84,7 +84,7 @@ class Reshard(TrainerCallback):
                 "--resume: of the checkpoint's schedule of learning rates and this run's, one is of a DeepSpeed config "
                 "(`scheduler`), and the other one of flags. Take both from the same."
             )
-        load_everything(trainer, trainer.spread.as_here(portable) if trainer.spread else portable)
+        load_everything(trainer, trainer.expert_parallel.as_here(portable) if trainer.expert_parallel else portable)
         if not by_engine:
             schedule = fit_schedule(load_pickle(self.folder / SCHEDULE), len(innermost(trainer.optimizer).param_groups))
         trainer.lr_scheduler.load_state_dict(schedule)
@@ -124,7 +124,7 @@ def load_best(trainer: Any, checkpoint: Path) -> bool:
     if can_load_as_it_stands(written, here_of(trainer)):
         return False
     portable = read_any(checkpoint, written, names_of(trainer))
-    load_weights(trainer.model, trainer.spread.as_here(portable) if trainer.spread else portable)
+    load_weights(trainer.model, trainer.expert_parallel.as_here(portable) if trainer.expert_parallel else portable)
     return True
 
 
@@ -153,14 +153,14 @@ def names_of(trainer: Any) -> Names:
     model = trainer.model
     decayed = set(trainer.get_decay_parameter_names(model))
     decays = {name: name in decayed for name, p in model.named_parameters() if p.requires_grad}
-    if trainer.spread:  # its engine renames them
+    if trainer.expert_parallel:  # its engine renames them
         decays = {name: decays[parts[0]] for name, parts in whole_names(list(decays)).items()}
     choice = trainer.optimizer_cls_and_kwargs or Trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
     groups = groups_of(choice, decays, trainer.args.weight_decay)
     first = {id(p): name for name, p in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     others = {name: first[id(p)] for name, p in every if first[id(p)] != name} | names_in_adapter(model)
-    return Names(groups, others, trainer.spread.split_names(groups) if trainer.spread else None)
+    return Names(groups, others, trainer.expert_parallel.split_names(groups) if trainer.expert_parallel else None)
 
 
 def names_in_adapter(model: Any) -> dict[str, str]:

@@ -69,10 +69,10 @@ def _read(folder: Path) -> Portable:
     given, states = record["param_shapes"], _states(shards[0])
     shapes = {name: torch.Size(shape) for group in given for name, shape in group.items()}
     groups, pieces = (_third_stage if is_third else _first_stages)(shards, given, shapes)
-    spread = experts_over(record)
-    for name in filter(EXPERTS.search, shapes if spread > 1 else ()):
-        pieces[name] = in_order(pieces[name], spread)
-        shapes[name] = torch.Size([shapes[name][0] * spread, *shapes[name][1:]])
+    expert_ranks = experts_over(record)
+    for name in filter(EXPERTS.search, shapes if expert_ranks > 1 else ()):
+        pieces[name] = in_order(pieces[name], expert_ranks)
+        shapes[name] = torch.Size([shapes[name][0] * expert_ranks, *shapes[name][1:]])
     weights = "fp32_flat_groups" if is_third else "single_partition_of_fp32_groups"
 
     def flat(shard: Any, group: int, key: str) -> torch.Tensor:
@@ -98,7 +98,7 @@ def _read(folder: Path) -> Portable:
         counters={name: record[name] for name in COUNTERS},
         schedule=record["lr_scheduler"],
     )
-    return as_one(found) if spread > 1 else found
+    return as_one(found) if expert_ranks > 1 else found
 
 
 def _states(shard: Mapping[str, Any]) -> dict[str, Any]:
