@@ -1,29 +1,33 @@
-"""Expert parallelism compared with one process: loss, gradient norm, router loss and weights in every layout.
+"""Expert parallelism compared with one process: loss, gradient norm, router loss and weights in every layout; and steps
+by turns with ZeRO alone.
 
-    python benchmarks/expert_parallel.py            # some minutes on two cores
+    python benchmarks/expert_parallel.py                  # some minutes on two cores
+    python benchmarks/expert_parallel.py --parts times    # this part alone; other programs do not disturb the other
 
-Measures no times, so other programs on the machine do not matter. Writes docs/results/expert_parallel.json;
-benchmarks/pages.py makes the page.
+Writes docs/results/expert_parallel.json; benchmarks/pages.py makes the page.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
+import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from releases import in_words, versions
-from sequence_parallel import PACKED, REPO, SHAPE, STEPS, TRAINED, prepare, run_of
+from releases import in_words
+from sequence_parallel import PACKED, REPO, SHAPE, STEPS, TIMED, TRAINED, prepare
+from sharing import ROUNDS, TIMED_STEPS, WARM_STEPS, by_turns, ratio, run_of, write_parts
 
 OUT = REPO / "docs" / "results" / "expert_parallel.json"
 GLOBAL_BATCH, CLIP, ROUTER = 8, 0.5, 0.1
-SIZES, STAGES, ACCUMULATION = ((2, 2), (4, 2), (4, 4)), (1, 2), (1, 2)  # ranks, and ranks that hold all experts
+# Ranks, ranks that hold all experts together, ZeRO stage.
+LAYOUTS = [*product((2, 4), (1,), (0, 1, 2, 3)), *((*of, stage) for of in ((2, 2), (4, 2), (4, 4)) for stage in (1, 2))]
+ACCUMULATION, PARTS, BLOCK = (1, 2), ("equality", "times"), 512
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "initializer_range": 0.2}
 FIGURES = ("loss", "grad_norm", "router_loss")
 
@@ -31,14 +35,18 @@ FIGURES = ("loss", "grad_norm", "router_loss")
 def main() -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="those to measure (default: all)")
+    asked = parser.parse_args()
     sys.path.append(str(REPO / "tests"))
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        prepare(home)  # its model is replaced: the tokenizer and the rows are the same
-        mixtral = MixtralConfig(**SHAPE | EXPERTS, bos_token_id=None, eos_token_id=None, sliding_window=None)
-        MixtralForCausalLM(mixtral).save_pretrained(home / "model")
-        found = {"date": time.strftime("%Y-%m-%d"), "versions": versions(), "equality": list(equality(home))}
-        OUT.write_text(json.dumps(found, indent=1) + "\n")
+        prepare(home)  # its models are replaced: the tokenizer and the rows are the same
+        for name, shape in {"model": SHAPE, "timed": {**SHAPE, **TIMED}}.items():
+            mixtral = MixtralConfig(**shape | EXPERTS, bos_token_id=None, eos_token_id=None, sliding_window=None)
+            MixtralForCausalLM(mixtral).save_pretrained(home / name)
+        parts = {"equality": partial(equality, home), "times": partial(times, home)}
+        write_parts(OUT, {name: parts[name] for name in asked.parts}, is_whole=set(asked.parts) == set(PARTS))
 
 
 def equality(home: Path) -> Iterator[dict[str, Any]]:
@@ -53,7 +61,7 @@ def equality(home: Path) -> Iterator[dict[str, Any]]:
     log, weights = trained(1, per_device_train_batch_size=GLOBAL_BATCH)
     before = load_file(home / "model/model.safetensors")
     largest_update = max(float((weights[name] - before[name]).abs().max()) for name in weights)
-    for (ranks, size), stage, steps in product(SIZES, STAGES, ACCUMULATION):
+    for (ranks, size, stage), steps in product(LAYOUTS, ACCUMULATION):
         got, own = trained(
             ranks,
             deepspeed=f"zero{stage}",
@@ -68,6 +76,15 @@ def equality(home: Path) -> Iterator[dict[str, Any]]:
         print(layout, off, apart, flush=True)
         yield {**layout, **off, "weights": apart, "of": largest_update, "norm": min(row["grad_norm"] for row in log)}
     warm.close()
+
+
+def times(home: Path) -> Iterator[dict[str, Any]]:
+    """Seconds of a step on two ranks, which read one block each."""
+    every = {**TRAINED, "train_file": home / "long.txt", "model_name_or_path": home / "timed", "block_size": BLOCK}
+    every |= {"per_device_train_batch_size": 1, "max_steps": WARM_STEPS + TIMED_STEPS, "router_aux_loss_coef": ROUTER}
+    spread = {"deepspeed": "zero2", "expert_parallel_size": 2}
+    layouts = {"zero3": {"deepspeed": "zero3"}, "zero2": {"deepspeed": "zero2"}, "spread": spread}
+    yield by_turns(home, every, layouts)
 
 
 HEAD = """# Expert parallelism compared with one process
@@ -85,9 +102,19 @@ learning rate) is {update:.3g}.
 
 | ranks | ranks that hold all experts | ZeRO stage | accumulation | loss | gradient norm | router loss | weights |
 |---:|---:|---:|---:|---:|---:|---:|---:|"""
+TIMES = """
+## Seconds of a step, compared with ZeRO alone
+
+Two ranks, one core each, which read one block of {block} tokens each per step. The model is {width} wide. Median of
+{rounds} launches of each, taken in turns on {date}, and of their ratios, with the smallest and the largest; a launch
+counts by the median of {steps} steps.
+
+| layout | seconds | relative to ZeRO-3 alone | relative to ZeRO-2 alone |
+|---|---:|---:|---:|"""
+NAMES = {"zero3": "ZeRO-3 alone", "zero2": "ZeRO-2 alone", "spread": "ZeRO-2, experts on two ranks"}
 END = """
-What this does not show: times, which on two cores say nothing about GPUs; NCCL; and half precision, where sums differ
-in their last digits even without expert parallelism.
+What this does not show: times on GPUs, where the exchange goes over NVLink and grouped products compute the experts;
+NCCL; and half precision, where sums differ in their last digits even without expert parallelism.
 """
 
 
@@ -101,6 +128,12 @@ def page(found: dict[str, Any]) -> str:
         lines.append(f"| {where} | {' | '.join(f'{row[name]:.1e}' for name in figures)} |")
     worst = ", ".join(f"{name.replace('_', ' ')} {max(row[name] for row in rows):.1e}" for name in figures)
     lines.append(f"\nThe largest over {len(rows)} layouts: {worst}.")
+    for timed in found.get("times", ()):
+        words = {"block": BLOCK, "width": TIMED["hidden_size"], "rounds": ROUNDS, "steps": TIMED_STEPS}
+        lines.append(TIMES.format(**words, date=timed["date"]))
+        for name, said in NAMES.items():
+            others = " | ".join(ratio(timed, name, other) for other in ("zero3", "zero2"))
+            lines.append(f"| {said} | {statistics.median(timed[name]):.3f} | {others} |")
     return "\n".join(lines) + "\n" + END
 
 

@@ -91,6 +91,8 @@ PARTS = (
          results("async_save_gpu")),
     Part("kernels", "Losses and gradient norms of each attention and of Liger's kernels against eager attention.",
          ("benchmarks/kernel_losses.py", "--out", "OUT/kernel_losses_gpu.json"), 4, results("kernel_losses_gpu")),
+    Part("long_context", "Long texts: chunked loss, activation checkpoints, tiles, host memory; and the longest block.",
+         ("benchmarks/long_context_gpu.py", "--machine", MACHINE, "--out", OUT), 9, results("long_context_gpu")),
 )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ import identity_cost
 import images
 import kernel_losses
 import limit_page
+import long_context_gpu
 import mutants
 import nothing_silent
 import path_flags
@@ -103,6 +104,7 @@ ON_GPU: dict[str, Callable[[Any], str]] = {
     "causal_lm_gpu": causal_lm_gpu.render,
     "gpu": gpu.page,
     "kernel_losses_gpu": kernel_losses.page,
+    "long_context_gpu": long_context_gpu.page,
     "pipeline_gpu": pipeline.render,
     "post_training_gpu": post_training.render,
     "seq_cls_gpu": seq_cls.render,

@@ -1,11 +1,11 @@
 """Sequence parallelism compared with one process: loss, gradient norm and weights in every layout; activations that a
-rank keeps for the backward pass; and transformers' own sequence parallelism.
+rank keeps for the backward pass; transformers' own sequence parallelism; and steps by turns with ZeRO-3 alone.
 
     python benchmarks/sequence_parallel.py            # half an hour on two cores, most of it with eight processes
     python benchmarks/sequence_parallel.py --largest 2    # layouts of at most two ranks
+    python benchmarks/sequence_parallel.py --parts times  # this part alone; other programs disturb no other
 
-Measures no times, so other programs on the machine do not matter. Writes docs/results/sequence_parallel.json;
-benchmarks/pages.py makes the page.
+Writes docs/results/sequence_parallel.json; benchmarks/pages.py makes the page.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ import argparse
 import json
 import math
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from releases import in_words, versions
+from releases import in_words
+from sharing import ROUNDS, TIMED_STEPS, WARM_STEPS, by_turns, launched, ratio, run_of, write_parts
 
 REPO = Path(__file__).resolve().parents[1]
 OUT = REPO / "docs" / "results" / "sequence_parallel.json"
@@ -56,42 +57,49 @@ TRAINED = {
 }
 PACKED = {"block_size": 64, "packing": "bfd", "document_mask": True}
 BLOCK = 1024  # tokens per block where bytes are measured
+# Where steps are timed, on two ranks, which read two blocks a step.
+TIMED = {"hidden_size": 256, "intermediate_size": 688, "max_position_embeddings": 4096}
+BLOCKS = (256, 2048)
+PARTS = ("bytes", "stock", "equality", "times")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--largest", type=int, default=8, help="ranks of the largest layout (default: 8)")
-    largest = parser.parse_args().largest
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="those to measure (default: all)")
+    asked = parser.parse_args()
     sys.path.append(str(REPO / "tests"))
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         prepare(home)
-        found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "versions": versions()}
-        found["bytes"] = list(activation_bytes(home, largest))
-        found["stock"] = list(stock(home))
-        found["equality"] = []
-        for row in equality(home, largest):
-            found["equality"].append(row)
-            OUT.write_text(json.dumps(found, indent=1) + "\n")
+        parts = {
+            "bytes": partial(activation_bytes, home, asked.largest),
+            "stock": partial(stock, home),
+            "equality": partial(equality, home, asked.largest),
+            "times": partial(times, home),
+        }
+        write_parts(OUT, {name: parts[name] for name in asked.parts}, is_whole=set(asked.parts) == set(PARTS))
 
 
 def prepare(home: Path) -> None:
-    """A model, conversations of one turn, and rows of token ids."""
+    """Models, conversations of one turn, and rows of token ids."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from finetune.data.tokenizer import train_text_tokenizer
 
     torch.manual_seed(1)
-    LlamaForCausalLM(LlamaConfig(**SHAPE, bos_token_id=None, eos_token_id=None)).save_pretrained(home / "model")
-    train_text_tokenizer("byte", [], 0, SHAPE["max_position_embeddings"], with_end=True).save_pretrained(home / "model")
+    for name, shape in {"model": SHAPE, "timed": {**SHAPE, **TIMED}}.items():
+        LlamaForCausalLM(LlamaConfig(**shape, bos_token_id=None, eos_token_id=None)).save_pretrained(home / name)
+        tokenizer = train_text_tokenizer("byte", [], 0, shape["max_position_embeddings"], with_end=True)
+        tokenizer.save_pretrained(home / name)
     draw = random.Random(0)
     lines = []
     for _ in range(200):
         asked, said = (draw.choices(WORDS, k=draw.choice(most)) for most in ((1, 4), (1, 9)))
         lines.append(json.dumps({"prompt": " ".join(asked), "completion": f" {' '.join(said)}"}))
     (home / "answers.jsonl").write_text("\n".join(lines))
-    (home / "long.txt").write_text("\n".join(" ".join(draw.choices(WORDS, k=400)) for _ in range(40)))
+    (home / "long.txt").write_text("\n".join(" ".join(draw.choices(WORDS, k=400)) for _ in range(80)))
     for kind in ("even", "uneven"):
         rows = []
         for _ in range(64):
@@ -101,34 +109,12 @@ def prepare(home: Path) -> None:
         (home / f"{kind}.jsonl").write_text("\n".join(rows))
 
 
-def launched(warm: Any, ranks: int, script: list[Any], values: dict[str, Any]) -> None:
-    import os
-
-    from conftest import LAUNCHERS, flags
-
-    words = [*map(str, script), *flags(values)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    status, output = warm.run(LAUNCHERS["torchrun" if ranks > 1 else "python"](ranks), words, ranks, environment, 600)
-    if status:
-        raise SystemExit(output[-3000:])
-
-
 def layouts(largest: int) -> Iterator[dict[str, int]]:
     """The layouts, those with few ranks first."""
     for size, readers in sorted(product(SIZES, READERS), key=math.prod):
         for stage, steps in product(STAGES, ACCUMULATION):
             if 1 < size * readers <= largest:
                 yield {"size": size, "readers": readers, "stage": stage, "steps": steps}
-
-
-def run_of(home: Path, warm: Any, every: Mapping[str, Any], ranks: int, **values: Any) -> tuple[list[Any], Any]:
-    """The logged rows of recipes/causal_lm.py with a loss, and the final weights."""
-    from safetensors.torch import load_file
-
-    folder = Path(tempfile.mkdtemp(dir=home))
-    launched(warm, ranks, ["recipes/causal_lm.py"], {**every, "output_dir": folder / "run", **values})
-    log = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    return [row for row in log if "loss" in row], load_file(folder / "run/model.safetensors")
 
 
 def equality(home: Path, largest: int) -> Iterator[dict[str, Any]]:
@@ -202,6 +188,15 @@ def stock(home: Path) -> Iterator[dict[str, Any]]:
         yield {"masks": kind, **{name: [one[name], two[name]] for name in ("loss", "grad_norm")}}
 
 
+def times(home: Path) -> Iterator[dict[str, Any]]:
+    """Seconds of a step on two ranks under ZeRO-3, of whole texts and of shared ones, which are the same."""
+    whole = {**TRAINED, "deepspeed": "zero3", "train_file": home / "long.txt", "model_name_or_path": home / "timed"}
+    whole |= {"per_device_train_batch_size": 1, "max_steps": WARM_STEPS + TIMED_STEPS}
+    shared = {"sequence_parallel_size": 2, "per_device_train_batch_size": 2}
+    for block in BLOCKS:
+        yield {"block": block, **by_turns(home, {**whole, "block_size": block}, {"zero3": {}, "shared": shared})}
+
+
 HEAD = """# Sequence parallelism compared with one process
 
 `python benchmarks/sequence_parallel.py`, {date}, CPU processes over gloo in fp32; {versions}.
@@ -237,9 +232,20 @@ with even masks. DeepSpeed divides by the ranks that read different rows (runtim
 
 | counted tokens | loss, one process | loss, two ranks | difference | gradient norm, one process | two ranks | ratio |
 |---|---:|---:|---:|---:|---:|---:|"""
+TIMES = """
+## Seconds of a step, compared with ZeRO-3 alone
+
+Two ranks, one core each, under ZeRO-3, with two blocks per step: each rank reads one of them, or both share both. The
+model is {width} wide. Median of {rounds} launches of each, taken in turns on {date}, and of their ratios, with the
+smallest and the largest; a launch counts by the median of {steps} steps. Both compute the same products. What sharing
+adds here is the exchange through gloo and its copies, whose share falls with the length of the text.
+
+| tokens per block | ZeRO-3 alone, seconds | two ranks share each text, seconds | ratio |
+|---:|---:|---:|---:|"""
 END = """
-What this does not show: times, which on two cores say nothing about GPUs; NCCL; flash attention, which does not run on
-CPUs; and half precision, where sums differ in their last digits even without sequence parallelism.
+What this does not show: times on GPUs, where the exchange goes over NVLink and attention is another kernel; NCCL; flash
+attention, which does not run on CPUs; and half precision, where sums differ in their last digits even without sequence
+parallelism.
 """
 
 
@@ -263,6 +269,12 @@ def page(found: dict[str, Any]) -> str:
         (loss_1, loss_2), (norm_1, norm_2) = row["loss"], row["grad_norm"]
         losses = f"{loss_1:.6f} | {loss_2:.6f} | {_off(loss_2, loss_1):.1%}"
         lines.append(f"| {row['masks']} | {losses} | {norm_1:.4f} | {norm_2:.4f} | {norm_2 / norm_1:.2f} |")
+    for row in found.get("times", ()):
+        if row is found["times"][0]:
+            words = {"width": TIMED["hidden_size"], "rounds": ROUNDS, "steps": TIMED_STEPS, "date": row["date"]}
+            lines.append(TIMES.format(**words))
+        seconds = " | ".join(f"{statistics.median(row[name]):.3f}" for name in ("zero3", "shared"))
+        lines.append(f"| {row['block']:,} | {seconds} | {ratio(row, 'shared', 'zero3')} |")
     return "\n".join(lines) + "\n" + END
 
 
