@@ -45,6 +45,7 @@ TRAINER = {"engine": "trainer"}
 PLAIN = {"engine": "deepspeed", "arguments": {}}
 LOOP = {"engine": "accelerate", "arguments": {}}
 PIPELINE = {"pipeline_parallel_size": 2, "world_size": 2, "ranks_per_node": 2}
+FOUR, EXPERTS = {"world_size": 4, "ranks_per_node": 4}, {"expert_parallel_size": 2}
 TWO_NODES = {"world_size": 16, "ranks_per_node": 8, **GPU}
 
 
@@ -604,6 +605,7 @@ ZERO = [
     ),
     Fault("norm switched off at stage 3", "DS507", "only at stages 1 and 2", zero(3, compute_grad_norm=False)),
     Fault("no ZeRO section", "DS508", 'Add "zero_optimization"', {"gradient_clipping": "auto"}, TRAINER),
+    Fault("experts spread under ZeRO-3", "DS509", "can neither export the experts nor", zero(3), {**FOUR, **EXPERTS}),
     Fault("sums under ZeRO-3", "DS507", "refuses under ZeRO-3", {**zero(3), "gradient_allreduce_op": "sum"}),
 ]
 
@@ -661,6 +663,13 @@ QUANTIZED = [
         GPU,
         severity="warning",
         shows="engine.zero_quantized_gradients()",
+    ),
+    Fault(
+        "quantized weights of ranks that share texts",
+        "DS705",
+        "sequence_parallel_size is 2, which is untested",
+        zero(3, zero_quantized_weights=True),
+        {**TWO_NODES, "sequence_parallel_size": 2},
     ),
 ]
 

@@ -72,7 +72,8 @@ class Run:
     accumulation: int = 2
 
     def command(self, folder: Path, **more: Any) -> list[str]:
-        readers = self.ranks // self.flags.get("pipeline_parallel_size", 1)  # ranks that read different samples
+        # Ranks, or groups of ranks, that read different samples.
+        readers = self.ranks // max(self.flags.get(f"{kind}_parallel_size", 1) for kind in ("pipeline", "sequence"))
         values = {
             "output_dir": folder,
             "per_device_train_batch_size": GLOBAL_BATCH // (self.accumulation * readers),
@@ -119,6 +120,7 @@ LAYOUTS = {
     "fsdp": classifier(2, fsdp=True),
     "pipeline": Run(PIPE, 2, {**PIPELINE, "pipeline_parallel_size": 2}, accumulation=4),
     "pipeline_2x2": Run(PIPE, 4, {**PIPELINE, "pipeline_parallel_size": 2}, accumulation=4),
+    "sequence": Run(LM, 2, {**LANGUAGE, "deepspeed": "zero3", "sequence_parallel_size": 2}),
     "experts": Run(LM, 2, {**MIXTURE, "deepspeed": "zero2", "expert_parallel_size": 2}),
     "experts_2x2": Run(LM, 4, {**MIXTURE, "deepspeed": "zero1", "expert_parallel_size": 2}),
 }

@@ -42,7 +42,7 @@ MORE_FLAGS = {"image_cls_pipeline": {"partition_method": "parameters"}}
 KILLS_PER_CHAIN = 6
 KILLED = ("plain", "ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "fsdp", "pipeline")
 KILLED += ("causal_lm", "causal_lm_packed", "image_cls", "image_cls_pipeline", "pipeline_2x2")
-KILLED += ("experts", "experts_2x2")
+KILLED += ("sequence", "experts", "experts_2x2")
 writing = threading.Lock()
 
 

@@ -84,6 +84,8 @@ def _check_options(command: argparse.ArgumentParser) -> None:
     add("--world_size", type=int, help="ranks of the run (default: any number)")
     add("--ranks_per_node", type=int, help="ranks on one machine (default: all)")
     add("--pipeline_parallel_size", type=int, help="stages of a pipeline run (default: the Trainer runs it)")
+    add("--sequence_parallel_size", type=int, help="ranks that share each text (default: 1)")
+    add("--expert_parallel_size", type=int, help="ranks that hold a mixture's experts together (default: 1)")
     device = command.add_mutually_exclusive_group()
     device.add_argument("--gpu", action="store_true", help="the run is on GPUs")
     device.add_argument("--gpu_name", metavar="NAME", help="the run is on this type of GPU, such as V100 or A100")

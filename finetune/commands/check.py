@@ -18,10 +18,13 @@ from finetune.dsconfig.load import find_config
 from finetune.errors import RequestError, RunError
 from finetune.run.choose import candidates, is_told
 from finetune.run.engine import context_of
+from finetune.run.flags.groups import GROUPS
 from finetune.run.launch import Launch
 from finetune.run.resolve import resolve
 from finetune.run.run import Run
 from finetune.shipped import DS_CONFIGS, is_recipes_yaml
+
+SIZES = ("pipeline_parallel_size", *GROUPS)
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -81,21 +84,27 @@ def _many(number: int, what: str) -> str:
 
 def _run(asked: argparse.Namespace) -> Run:
     """The run of --config, with the recipe that it is for."""
-    stages = asked.pipeline_parallel_size
-    argv = ["--config", asked.config, *([] if stages is None else ["--pipeline_parallel_size", str(stages)])]
-    return resolve(candidates(argv)[0], argv, Launch(world_size=asked.world_size or stages or 1), is_here=False)
+    sizes = {name: size for name in SIZES if (size := getattr(asked, name)) is not None}
+    argv = ["--config", asked.config, *(word for name, size in sizes.items() for word in (f"--{name}", str(size)))]
+    ranks = asked.world_size or asked.pipeline_parallel_size or 1
+    return resolve(candidates(argv)[0], argv, Launch(world_size=ranks), is_here=False)
 
 
 def described(asked: argparse.Namespace, planned: Run | None) -> Context:
     """The run that the options, and the YAML's flags in `planned`, describe. Raises RequestError."""
     stages = planned.stages if planned else asked.pipeline_parallel_size
+    sizes = [planned.value(name) if planned else getattr(asked, name) for name in GROUPS]
     ranks, per_node = asked.world_size, asked.ranks_per_node
-    if stages is not None and stages < 1:
-        raise RequestError(f"--pipeline_parallel_size is {stages}, but it must be 1 or more.")
-    if ranks is not None and ranks < 1:
-        raise RequestError(f"--world_size is {ranks}, but it must be 1 or more.")
+    for name, size in zip(("world_size", *SIZES), (ranks, stages, *sizes), strict=True):
+        if size is not None and size < 1:
+            raise RequestError(f"--{name} is {size}, but it must be 1 or more.")
     if ranks is not None and ranks % (stages or 1):
         raise RequestError(f"--world_size {ranks} is not a multiple of {stages or 1} stage(s). Change one of them.")
+    for name, size in zip(GROUPS, sizes, strict=True):
+        if (size or 1) > 1 and stages is not None:
+            raise RequestError(f"--{name} {size} cannot be combined with --pipeline_parallel_size {stages}. Drop one.")
+        if ranks is not None and ranks % (size or 1):
+            raise RequestError(f"--world_size {ranks} is not a multiple of --{name} {size}. Change one of them.")
     if per_node is not None and ranks is None:
         raise RequestError(f"--ranks_per_node {per_node} needs --world_size: how many ranks there are in all.")
     if per_node is not None and (per_node < 1 or ranks % per_node):
@@ -110,8 +119,7 @@ def described(asked: argparse.Namespace, planned: Run | None) -> Context:
         "world_size": ranks,
         "ranks_per_node": per_node or ranks,
         "pipeline_parallel_size": stages,
-        "sequence_parallel_size": planned.sequence_parallel_size if planned else 1,
-        "expert_parallel_size": planned.expert_parallel_size if planned else 1,
+        **{name: size or 1 for name, size in zip(GROUPS, sizes, strict=True)},
         "engine": asked.engine,
         "gpu_capability": GPU_CAPABILITY.get(gpu),
         "weights": _weights(asked.model) if asked.model else None,

@@ -30,7 +30,7 @@ from finetune.models.tiled_mlp import use_tiled_mlp
 from finetune.plan.families.parts import CLASSES
 from finetune.run.flags.common import RunArguments
 from finetune.run.flags.pipeline import PipelineArguments
-from finetune.run.flags.sequence_parallel import SequenceParallelArguments
+from finetune.run.flags.sequence_parallel import TileArguments
 from finetune.run.run import Run
 from finetune.training.loss import settle_loss_scaling
 from finetune.training.start import Session, start
@@ -51,7 +51,8 @@ def main(run: Run) -> None:
     config = json.loads(Path(trial.model_config).read_text())
     many = training.max_steps * training.train_batch_size * training.gradient_accumulation_steps * training.world_size
     is_shared = run.sequence_parallel_size > 1
-    data = [samples(config, trial.head, trial.sequence_tokens, is_pipeline, is_shared)] * many
+    kinds = is_pipeline, is_shared, trial.document_mask
+    data = [samples(config, trial.head, trial.sequence_tokens, *kinds)] * many
     memory = Allocations(training.device.type)
     watch = Watch(memory)
     memory.__enter__()  # Watch exits it
@@ -69,15 +70,15 @@ def _trainer(session: Session, config: dict[str, Any], data: Samples, watch: Wat
         use_chunked_loss(model, trial.loss_chunk_tokens)
     else:
         settle_loss_scaling(base, label_per_token=trial.head != CLASSES)
-    if shards := session[SequenceParallelArguments].tiled_mlp_num_shards:
+    if shards := session[TileArguments].tiled_mlp_num_shards:
         use_tiled_mlp(model, shards)
     train(session, model, data, watch)
 
 
 def _pipeline(session: Session, config: dict[str, Any], data: Samples, watch: Watch) -> None:
     interval = session[RunArguments].activation_checkpoint_interval or 0
-    chunk = session[TrialArguments].loss_chunk_tokens
-    model = gptlite_pipeline(config_of(config), session.training.seed, chunk)
+    chunk, tiles = session[TrialArguments].loss_chunk_tokens, session[TileArguments].tiled_mlp_num_shards
+    model = gptlite_pipeline(config_of(config), session.training.seed, chunk, tiles=tiles)
     train_pipeline(session, model, session[PipelineArguments], data, interval, watch)
 
 

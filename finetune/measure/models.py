@@ -55,10 +55,15 @@ def build_adapted(values: dict[str, Any], head: str, attention: str, adapter: st
 
 
 def samples(
-    config: dict[str, Any], head: str, tokens: int, for_pipeline: bool = False, is_shared: bool = False
+    config: dict[str, Any],
+    head: str,
+    tokens: int,
+    for_pipeline: bool = False,
+    is_shared: bool = False,
+    documents: bool = False,
 ) -> dict[str, torch.Tensor]:
     """One sample, without a batch dimension. A text that ranks share has shifted labels: the token
-    after a part is another rank's."""
+    after a part is another rank's. With `documents` it has two, whose positions begin at 0."""
     if config["model_type"] == "mlp":
         return {"inputs": torch.ones(config["width"]), "labels": torch.tensor(0)}
     ids = torch.arange(tokens) % config["vocab_size"]
@@ -68,8 +73,9 @@ def samples(
         return {"input_ids": ids, "labels": torch.zeros_like(ids)}
     if head == SPANS:
         return {"input_ids": ids, "start_positions": torch.tensor(0), "end_positions": torch.tensor(1)}
+    positions = {"position_ids": torch.arange(tokens) % (tokens // 2)} if documents else {}
     if for_pipeline:
-        return {"input_ids": ids, "shift_labels": ids.roll(-1)}
+        return {"input_ids": ids, "shift_labels": ids.roll(-1), **positions}
     if is_shared:
-        return {"input_ids": ids, "labels": (following := ids.roll(-1)), "shift_labels": following}
-    return {"input_ids": ids, "labels": ids}
+        return {"input_ids": ids, "labels": (following := ids.roll(-1)), "shift_labels": following, **positions}
+    return {"input_ids": ids, "labels": ids, **positions}

@@ -9,7 +9,7 @@ from finetune.run.flag import AT_LEAST_ONE, NOT_NEGATIVE
 from finetune.run.flags.common import RunArguments
 from finetune.run.flags.experts import ExpertArguments
 from finetune.run.flags.pipeline import PipelineArguments
-from finetune.run.flags.sequence_parallel import SequenceParallelArguments
+from finetune.run.flags.sequence_parallel import SequenceParallelArguments, TileArguments
 from finetune.run.recipe import PIPELINE, TRAINER, Recipe
 
 # Defaults of every short real run; the trained model is not kept.
@@ -35,6 +35,7 @@ class TrialArguments:
     loss_chunk_tokens: int = field(
         default=0, metadata={"help": "rows of logits at a time; 0: all", "range": NOT_NEGATIVE}
     )
+    document_mask: bool = field(default=False, metadata={"help": "a sample is two documents, masked from one another"})
     adapter: str = field(
         default="", metadata={"help": "a JSON object of flags of an adapter, and the dtype of its base; empty: none"}
     )
@@ -45,7 +46,7 @@ class TrialArguments:
 
 TRIAL = Recipe(
     name="trial",
-    groups=(TrialArguments, SequenceParallelArguments, ExpertArguments, RunArguments),
+    groups=(TrialArguments, SequenceParallelArguments, TileArguments, ExpertArguments, RunArguments),
     pipeline_groups=(PipelineArguments,),
     engines=(TRAINER, PIPELINE),
     defaults={**SHORT_RUN, "output_dir": "runs/trial"},

@@ -88,6 +88,10 @@ def arguments(job: Job, config: dict[str, Any] | None, folder: Path, steps: int,
     }
     if job.checkpoint_interval:
         flags["activation_checkpoint_interval"] = job.checkpoint_interval
+    if job.checkpoints_on_host:
+        flags["activation_checkpointing_kwargs"] = json.dumps({"offload": True})
+    if job.document_mask:
+        flags["document_mask"] = True
     if job.engine == FSDP:
         flags["fsdp"] = True
     grouped = {"sequence_parallel_size": 1, "expert_parallel_size": 1, "tiled_mlp_num_shards": 0}

@@ -9,7 +9,7 @@ import torch
 
 from finetune.errors import RequestError, first_line
 from finetune.models.expert_layers import joined_experts
-from finetune.models.experts import ALL_SPARSE, PROBE_TOKENS, narrow
+from finetune.models.experts import ALL_SPARSE, PROBE_TOKENS
 from finetune.models.probes import small_copy
 from finetune.run.flags.expert_parallel import check_experts
 
@@ -34,7 +34,7 @@ def refusal(model: Any, section: dict[str, Any]) -> str | None:
 
     name = type(model).__name__
     changes = {key: value for key, value in ALL_SPARSE.items() if hasattr(model.config, key)}
-    twin = small_copy(model, PROBE_TOKENS, {**narrow(model), **changes})
+    twin = small_copy(model, PROBE_TOKENS, changes)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for weight in twin.parameters():
             if weight.dim() > 1:  # large enough that experts matter to the logits

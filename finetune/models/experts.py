@@ -27,9 +27,7 @@ from finetune.models.probes import small_copy
 
 PROBE_TOKENS = 16
 ASKED = "output_router_logits"  # transformers' name in configs and forward passes
-# Changes to the config of a small copy: its experts are narrow, or one layer could take gigabytes, and where a copy is
-# to have experts, its only layer has them.
-NARROW = {"intermediate_size": 16, "moe_intermediate_size": 16}
+# Changes to the config of a small copy whose only layer is to have experts.
 ALL_SPARSE = {"mlp_only_layers": [], "decoder_sparse_step": 1, "first_k_dense_replace": 0}
 EXPERTS = "watched_experts"  # the attribute of a model that has its `Experts`
 
@@ -91,7 +89,7 @@ def refusal(model: Any) -> str | None:
     try:
         changes = {name: value for name, value in ALL_SPARSE.items() if hasattr(model.config, name)}
         with torch.no_grad():
-            twin = small_copy(model, PROBE_TOKENS, {**narrow(model), **changes})
+            twin = small_copy(model, PROBE_TOKENS, changes)
             twin.router_aux_loss_coef = 0.0
             given = twin(input_ids=ids, attention_mask=mask, labels=ids, **{ASKED: True})
             plain = twin(input_ids=ids, attention_mask=mask, labels=ids, **{ASKED: False}).loss
@@ -102,13 +100,6 @@ def refusal(model: Any) -> str | None:
     if not torch.isclose(given.aux_loss, router_loss(counts, sums, rows), rtol=1e-4):
         return f"{name} computes its router loss in its own way"
     return None if torch.isclose(given.loss, plain) else f"{name} adds its router loss in its own way"
-
-
-def narrow(model: Any) -> dict[str, int]:
-    """Changes to the config of a small copy of `model`: nothing for a model without experts."""
-    if mixture_of(model) is None:
-        return {}
-    return {name: value for name, value in NARROW.items() if hasattr(model.config, name)}
 
 
 def balance(

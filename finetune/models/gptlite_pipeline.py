@@ -26,6 +26,7 @@ from finetune.models.chunked_loss import LossHead, row_figures
 from finetune.models.experts import mixture_of, router_coefficient
 from finetune.models.gptlite import GPTLiteBlock, GPTLiteConfig, GPTLiteForCausalLM, GPTLitePreTrainedModel
 from finetune.models.pipeline import PipelineLayer, PipelineModel, draw_layer
+from finetune.models.tiled_mlp import choose_tiled_mlp, use_tiled_mlp
 from finetune.run.flags.language import CausalModelArguments
 
 Packet: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # passed between layers: x, or x and position_ids
@@ -76,10 +77,12 @@ class GPTLitePositions(nn.Module):
 class GPTLiteBlockLayer(nn.Module):
     """A block. It builds its own mask: passing one on would transfer more than the positions."""
 
-    def __init__(self, config: GPTLiteConfig, index: int, seed: int | None = None) -> None:
+    def __init__(self, config: GPTLiteConfig, index: int, seed: int | None = None, tiles: int = 0) -> None:
         super().__init__()
         self.config, self.name = config, str(index)
         self.add_module(self.name, GPTLiteBlock(config, index))
+        if tiles:
+            use_tiled_mlp(self, tiles)
         if seed is not None:
             draw_layer(self, GPTLitePreTrainedModel(config)._init_weights, seed, place=2 + index)
 
@@ -154,9 +157,11 @@ def tied_head(module: GPTLiteTokens, x: torch.Tensor, late: LateHead | None = No
     return nn.functional.linear(x, weight) if late is None else late.keep(weight, x)
 
 
-def pipeline_layers(config: GPTLiteConfig, seed: int | None, late: LateHead | None = None) -> list[PipelineLayer]:
+def pipeline_layers(
+    config: GPTLiteConfig, seed: int | None, late: LateHead | None = None, tiles: int = 0
+) -> list[PipelineLayer]:
     """The layers with their weights' names in the whole model. With `seed` None, weights are not initialized: they will
-    be loaded. `late`: the loss makes the logits."""
+    be loaded. `late`: the loss makes the logits. `tiles`: parts in which each MLP is computed; 0: whole."""
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
     tied = config.tie_word_embeddings
@@ -173,7 +178,7 @@ def pipeline_layers(config: GPTLiteConfig, seed: int | None, late: LateHead | No
         else LayerSpec(GPTLiteHead, config, seed, late)
     )
     embeddings = "transformer.embeddings"
-    blocks = [LayerSpec(GPTLiteBlockLayer, config, index, seed) for index in range(config.num_hidden_layers)]
+    blocks = [LayerSpec(GPTLiteBlockLayer, config, index, seed, tiles) for index in range(config.num_hidden_layers)]
     return [
         PipelineLayer(first, embeddings),
         PipelineLayer(LayerSpec(GPTLitePositions, config, seed), embeddings),
@@ -184,13 +189,19 @@ def pipeline_layers(config: GPTLiteConfig, seed: int | None, late: LateHead | No
 
 
 def gptlite_pipeline(
-    config: GPTLiteConfig, seed: int | None, chunk_tokens: int = 0, router_aux_loss_coef: float | None = None
+    config: GPTLiteConfig,
+    seed: int | None,
+    chunk_tokens: int = 0,
+    router_aux_loss_coef: float | None = None,
+    tiles: int = 0,
 ) -> PipelineModel:
-    """A GPT-lite for `finetune.training.pipeline`; see `pipeline_layers` for `seed`. The loss is computed on
-    `chunk_tokens` positions at a time, 0: on all. Raises RequestError as `router_coefficient` does."""
+    """A GPT-lite for `finetune.training.pipeline`; see `pipeline_layers` for `seed` and `tiles`. The loss is computed
+    on `chunk_tokens` positions at a time, 0: on all. Raises RequestError as `router_coefficient` and
+    `choose_tiled_mlp` do."""
     late = LateHead(chunk_tokens) if chunk_tokens else None
     with torch.device("meta"):
         whole = GPTLiteForCausalLM(config)
+    choose_tiled_mlp(tiles, whole)
     router_weight = router_coefficient(whole, router_aux_loss_coef)
     if router_weight and config.dropout:
         raise RequestError(
@@ -200,7 +211,7 @@ def gptlite_pipeline(
     total = whole.num_parameters()
     looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     return PipelineModel(
-        layers=pipeline_layers(config, seed, late),
+        layers=pipeline_layers(config, seed, late, tiles),
         split=split_batch,
         loss=late.loss if late else summed_loss,
         items=count_targets,

@@ -22,13 +22,15 @@ PROMPT_TOKENS, ANSWER_TOKENS = 5, 3
 WINDOWS = ("sliding_window", "attention_chunk_size")
 TOLERANCE = 1e-5  # for a small copy's logits, which are below 1
 PROBE_TOKENS = 6
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # their number, in a config
+NARROW = {"intermediate_size": 16, "moe_intermediate_size": 16}  # or one layer of experts could take gigabytes
 BY_HEAD = ("s_aux", "position_bias")  # arguments to attention that cover all heads (gpt-oss, T5)
 
 
 def small_copy(model: Any, vocab_size: int, changes: Mapping[str, Any] | None = None) -> Any:
-    """A copy of `model` with one layer of each type in its config, `vocab_size` tokens, `changes` to its config and
-    new random weights, on the CPU, in evaluation mode. The run's random state is preserved. Raises whatever the
-    shortened config or model raises."""
+    """A copy of `model` with one layer of each type in its config, narrow experts, `vocab_size` tokens, `changes` to
+    its config and new random weights, on the CPU, in evaluation mode. The run's random state is preserved. Raises
+    whatever the shortened config or model raises."""
     config = copy.deepcopy(model.config)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
@@ -39,7 +41,9 @@ def small_copy(model: Any, vocab_size: int, changes: Mapping[str, Any] | None = 
     config.vocab_size = vocab_size
     config.pad_token_id = config.bos_token_id = config.eos_token_id = None
     config.use_cache = False
-    for name, value in (changes or {}).items():
+    has_experts = any(getattr(config, name, None) for name in EXPERTS)
+    narrow = {name: value for name, value in NARROW.items() if has_experts and hasattr(config, name)}
+    for name, value in {**narrow, **(changes or {})}.items():
         setattr(config, name, value)
     if config._attn_implementation not in ("eager", "sdpa"):
         config._attn_implementation = "eager"  # the others do not run on CPU

@@ -33,10 +33,11 @@ class SharedTape(Tape):
 
     def _attend(self, op: Op) -> None:
         """Attention of all tokens. A rank has as many elements of queries and of outputs as before, of keys and values
-        more if they are copied: each rank needs a whole head. Raises RequestError for attention with a mask."""
-        if len(op.inputs) != len("qkv"):
+        more if they are copied: each rank needs a whole head. Raises RequestError for attention with a mask that is not
+        of documents."""
+        query, key, value, *masks = op.inputs
+        if any(mask.bytes_each > 1 for mask in masks):
             raise RequestError("--sequence_parallel_size: attention with a mask is not planned. Drop it.")
-        query, key, value = op.inputs
         score = op.gemms[0]
         heads, tokens = score.many // self.rows, score.m * self.sharing
         pairs = heads * key.elements // query.elements
@@ -45,7 +46,9 @@ class SharedTape(Tape):
         positions = self.op("positions", (), POSITIONS * self.rows * tokens, bytes_each=INT64_BYTES, needs_grad=False)
         sent = [self._sent(part, many) for part, many in ((query, 1), (key, copies), (value, copies))]
         counts = (local, local_pairs, local_pairs)
-        given = tuple(self._by_head(part, count) for part, count in zip(sent, counts, strict=True))
+        laid = [self._by_head(part, count) for part, count in zip(sent, counts, strict=True)]
+        repeats = local // local_pairs if local_pairs > 1 else 1  # one head is viewed as several
+        given = (*laid[:1], *self._masked(laid[1:], repeats, masks[0])) if masks else tuple(laid)
         out, *rest = op.outputs
         mixed = Value(out.elements, out.bytes_each, Storage(out.bytes), out.needs_grad)
         renamed = {old.storage: new.storage for old, new in zip((*op.inputs, out), (*given, mixed), strict=True)}
@@ -64,6 +67,13 @@ class SharedTape(Tape):
         arrived = self._exchange(self.copy(by_token) if self.rows > 1 else by_token)
         self._back_to(out, arrived)
         self.hold(*op.inputs, *given, positions, by_token)  # variables of the exchange's forward function
+
+    def _masked(self, pairs: list[Value], repeats: int, mask: Value) -> tuple[Value, ...]:
+        """Keys and values for each query head, and the mask as floats: with a mask, attention takes only those
+        (transformers, integrations/sdpa_attention.py; aten/src/ATen/native/transformers/attention.cpp)."""
+        wide = [self.op("repeat", (part,), repeats * part.elements) for part in pairs] if repeats > 1 else pairs
+        floats = self.op("mask", (mask,), mask.elements, bytes_each=self.numbers.product_bytes, needs_grad=False)
+        return *wide, floats
 
     def _sent(self, part: Value, copies: int) -> Value:
         """One of queries, keys and values, exchanged: (tokens of the text, rows, heads of the rank, width)."""

@@ -57,6 +57,7 @@ class Job:
     reference: str = ""  # what `teacher` is in preferences: SECOND, a separate model; OWN_BASE, this model's base
     texts: int = 1
     baseline: bool = False
+    document_mask: bool = False  # documents in a text do not attend to one another
     sequence_parallel_size: int = 1  # ranks that share each text
     expert_parallel_size: int = 1  # ranks that hold the experts of each layer together
     expert_load: float = 1.0  # tokens for the experts of the rank that is planned, relative to the mean of its group
@@ -98,7 +99,8 @@ class Job:
     def batch(self) -> Batch:
         rows = self.micro_batch * (1 if self.baseline else self.texts)
         sharing = self.sequence_parallel_size
-        return Batch(rows, self.tokens // sharing, self.image_size, self.targets, sharing, self.expert_load)
+        own = self.tokens // sharing
+        return Batch(rows, own, self.image_size, self.targets, sharing, self.expert_load, self.document_mask)
 
     @property
     def uses_autocast(self) -> bool:
@@ -165,9 +167,10 @@ def offloading(tape: Tape, offloads: bool) -> Tape:
     return made
 
 
-def checkpoints_of(job: Job) -> tuple[int, ...]:
-    """Bytes of the hidden states that each recomputed layer saves on the host; empty if it saves them on the device."""
-    segments = tape_of(job).segments if job.checkpoints_on_host else ()
+def checkpoints_of(job: Job, part: Part | None = None) -> tuple[int, ...]:
+    """Bytes of the hidden states of a micro-batch that each recomputed layer, of a stage those in `part`, saves on the
+    host; empty if it saves them on the device."""
+    segments = tape_of(job, part).segments if job.checkpoints_on_host else ()
     return tuple(segment.entry[0].bytes for segment in segments if segment.recomputed)
 
 
@@ -175,7 +178,9 @@ def layers_of(job: Job) -> Tape:
     """For a pipeline: each entry of the flat list of layers as its own segment."""
     entries = Part(0, job.model.layers + sum(LISTED[job.model.family]))
     interval = min(job.checkpoint_interval, 1)  # groups of layers are recomputed whole, whatever their size
-    return _tape(job.model, job.batch, job.numbers, interval, entries, job.loss_chunk_tokens)
+    return tiled(
+        _tape(job.model, job.batch, job.numbers, interval, entries, job.loss_chunk_tokens), job.tiled_mlp_num_shards
+    )
 
 
 _tape = lru_cache(maxsize=128)(build_tape)

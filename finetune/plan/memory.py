@@ -65,9 +65,10 @@ def plan_memory(job: Job, machine: Machine, rank: int = 0, bounds: Sequence[int]
     optimizer states. `bounds`: the stages' layers, if they are known."""
     device = Ledger()
     host, tied = device if job.device == "cpu" else Ledger(), set[Tensor]()
+    part, flying = None, 1
     if job.engine == PIPELINE:
         cut = bounds or stage_bounds(job, machine)
-        part = Part(cut[rank], cut[rank + 1])
+        part, flying = Part(cut[rank], cut[rank + 1]), min(job.stages - rank, job.accumulation)
         tape, tensors = tape_of(job, part), _used(job, part)
         tied = {*tensors} & {*_used(job, Part(0, cut[1]))} if rank else tied
         layout = _layout(job, tensors, 0, host)
@@ -77,9 +78,9 @@ def plan_memory(job: Job, machine: Machine, rank: int = 0, bounds: Sequence[int]
     if isinstance(layout, (Zero3, Fsdp)):
         layout.trace(tape)
     layout.hold(device)
-    if sizes := checkpoints_of(job):
+    if sizes := checkpoints_of(job, part):
         # Pinned memory comes in powers of two (ATen/core/CachingHostAllocator.h, allocate).
-        host.take(CHECKPOINTS, sum(1 << (size - 1).bit_length() for size in sizes))
+        host.take(CHECKPOINTS, flying * sum(1 << (size - 1).bit_length() for size in sizes))
     device.take(BATCH, batch_bytes(job))
     if job.teacher is not None and job.reference != OWN_BASE:
         ranks = job.world_size if job.zero.stage == 3 else 1
@@ -283,8 +284,11 @@ def batch_bytes(job: Job) -> int:
         return rows * (numbers * FP32_BYTES + INT64_BYTES)
     if job.texts > 1:  # per text ids, mask, targets and a place, per row labels (finetune/data/preference_batches.py)
         return rows * (INT64_BYTES * (job.texts * (3 * job.tokens + 1) + 2) + 1)
+    documents = rows * job.tokens * INT64_BYTES if job.document_mask else 0  # positions
     if (sharing := job.sequence_parallel_size) > 1:
-        return INT64_BYTES * rows * COLUMNS_OF_SHARED * (job.tokens // sharing)
+        # Ranks that share a text make its mask before the forward pass, and keep it until they make the next.
+        documents += job.micro_batch * job.tokens**2 if documents and job.attention == "sdpa" else 0
+        return INT64_BYTES * rows * COLUMNS_OF_SHARED * (job.tokens // sharing) + documents
     labels = 1 if job.model.head == CLASSES else job.tokens
     labels = labels if job.targets is None else 2 * job.targets  # and the decoder's inputs: the labels, shifted
-    return INT64_BYTES * rows * (job.tokens + labels)
+    return INT64_BYTES * rows * (job.tokens + labels) + documents

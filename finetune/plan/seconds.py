@@ -18,6 +18,7 @@ from itertools import pairwise
 from finetune.plan.collectives import Group, all_to_all, p2p
 from finetune.plan.engines.resident import Weights
 from finetune.plan.exchange import exchanges_of
+from finetune.plan.forward.parts import Part
 from finetune.plan.job import PIPELINE, Job, checkpoints_of, layers_of, tape_of
 from finetune.plan.kernels import NOTHING, SegmentWork, Work, kernels_of, passed
 from finetune.plan.machine import Machine
@@ -115,7 +116,7 @@ def plan_seconds(job: Job, machine: Machine) -> StepSeconds:
         exposed += count * waited
         # On a GPU transfers to and from the host overlap with all other work.
         offload += count * max(0.0, flow.offload - (beside.device + waited if job.device != "cpu" else 0.0))
-    moved = 2 * sum(checkpoints_of(job)) / machine.host_link.bandwidth_bytes_per_second  # on the stream that computes
+    moved = 2 * _moved(job, machine)
     traded = micros * _exchange(job, machine)
     forward = forward + _asked(job, machine)
     launches = (forward + backward + again).times(micros).launches + (copies + update.work).launches
@@ -133,6 +134,12 @@ def plan_seconds(job: Job, machine: Machine) -> StepSeconds:
     sent += traded
     sent += traffic.boundary.communication + traffic.step.communication
     return _step(job, machine, segments, parts, sent)
+
+
+def _moved(job: Job, machine: Machine, part: Part | None = None) -> float:
+    """Seconds in which a micro-batch's activation checkpoints go to the host, on the stream that computes; they take as
+    long to come back."""
+    return sum(checkpoints_of(job, part)) / machine.host_link.bandwidth_bytes_per_second
 
 
 def _exchange(job: Job, machine: Machine) -> float:
@@ -215,13 +222,15 @@ def _cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
 
 
 def stage_seconds(job: Job, machine: Machine) -> tuple[list[float], list[float]]:
-    """Forward and backward seconds of a micro-batch on each stage, with recomputation in the backward ones."""
+    """Forward and backward seconds of a micro-batch on each stage, with recomputation in the backward ones, and copies
+    of activation checkpoints in both."""
     segments, bounds = _segments(job, machine), stage_bounds(job, machine)
     forward, backward = [], []
     for first, last in pairwise(bounds):
         lasting = [_lasting(segment, machine) for segment in segments[first:last]]
-        forward.append(sum(ahead for ahead, _ in lasting))
-        backward.append(sum(back for _, back in lasting))
+        moved = _moved(job, machine, Part(first, last))
+        forward.append(moved + sum(ahead for ahead, _ in lasting))
+        backward.append(moved + sum(back for _, back in lasting))
     return forward, backward
 
 
@@ -250,6 +259,7 @@ def _pipeline(job: Job, machine: Machine) -> StepSeconds:
     slowest = max(range(job.stages), key=lambda stage: forward[stage] + backward[stage])
     again = sum(s.again.device for s in segments[bounds[slowest] : bounds[slowest + 1]])
     busy = job.accumulation * (forward[slowest] + backward[slowest])
+    moved = _moved(job, machine, Part(bounds[slowest], bounds[slowest + 1]))
     ends = []
     for first, last in pairwise(bounds):
         names = frozenset[str]().union(*(segment.weights for segment in segments[first:last]))
@@ -260,12 +270,13 @@ def _pipeline(job: Job, machine: Machine) -> StepSeconds:
     update = max((update for _, update in ends), key=lambda update: update.work.device + update.host)
     after = copies + update.work
     parts = {
-        "forward": job.accumulation * forward[slowest],
-        "backward": job.accumulation * (backward[slowest] - again),
+        "forward": job.accumulation * (forward[slowest] - moved),
+        "backward": job.accumulation * (backward[slowest] - again - moved),
         "recomputation": job.accumulation * again,
         "copies": copies.device,
         "optimizer": update.work.device + update.host,
         "exposed_communication": reduced,
+        "offload": 2 * job.accumulation * moved,
         "launch": _launch(machine, after.launches, after.device),
         "idle": pipeline_schedule(job, machine).makespan - busy,
     }

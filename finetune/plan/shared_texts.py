@@ -1,5 +1,5 @@
-"""Runs whose ranks share texts (--sequence_parallel_size) or experts (--expert_parallel_size), and what makes room for
-long texts: tiles, and checkpoints on the host."""
+"""Runs whose ranks share texts (--sequence_parallel_size) or experts (--expert_parallel_size), what makes room for long
+texts, tiles and checkpoints on the host, and masks of their documents."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def with_deepspeed(run: Run, device: str, notes: list[str]) -> Run:
 def of_groups(run: Run) -> dict[str, Any]:
     """Fields of the job."""
     return {
+        "document_mask": bool(run.value("document_mask")),
         "sequence_parallel_size": run.sequence_parallel_size,
         "expert_parallel_size": run.expert_parallel_size,
         "tiled_mlp_num_shards": run.value("tiled_mlp_num_shards") or 0,

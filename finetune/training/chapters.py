@@ -15,7 +15,7 @@ from finetune.data.numbered import Numbered, NumberedCollator
 from finetune.models import short_attention
 from finetune.models.chunked_loss import loss_head
 from finetune.models.pipeline import PipelineModel
-from finetune.run.facts import SHORT_TOKENS, mixes_attention
+from finetune.run.facts import SHORT_TOKENS, checkpoints_on_host, mixes_attention
 from finetune.run.flags.common import RunArguments
 from finetune.run.flags.compression import CompressionArguments
 from finetune.run.flags.guards import GuardArguments
@@ -123,7 +123,10 @@ def pipeline_of(
     arguments, run_args, launch = session[PipelineArguments], session[RunArguments], session.launch
     collator = collator or data.collator
     interval, train = run_args.activation_checkpoint_interval or 0, data.splits["train"]
-    parts = partition(model, arguments, session.training, launch, train, collator, interval, session.checkpoint)
+    offloads = checkpoints_on_host(session.run)
+    parts = partition(
+        model, arguments, session.training, launch, train, collator, interval, session.checkpoint, offloads
+    )
     session.say(*describe(parts))
     identity = settle_identity(session, model.config, data)
     return PipelineTrainer(
@@ -141,6 +144,7 @@ def pipeline_of(
         lengths=data.lengths if run_args.group_by_length else None,
         dynamic=dynamic,
         checkpoint_interval=interval,
+        offloads=offloads,
         weights=weights,
         schedule_step=arguments.schedule_step,
         guards=session[GuardArguments],

@@ -8,7 +8,7 @@ from finetune.models.adapters import check_adapter, check_expert_adapter, kept_a
 from finetune.models.causal import CausalSource, build_causal_lm, find_causal_source, settled_config
 from finetune.models.chunked_loss import choose_chunk_tokens, chunk_tokens_of, use_chunked_loss
 from finetune.models.expert_parallel import check_expert_parallel
-from finetune.models.experts import ASKED, narrow
+from finetune.models.experts import ASKED
 from finetune.models.gptlite_pipeline import check_gptlite, gptlite_pipeline, pipeline_layers
 from finetune.models.pipeline import PipelineModel
 from finetune.models.probes import check_document_mask, check_sequence_parallel
@@ -18,7 +18,7 @@ from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.experts import ExpertArguments
 from finetune.run.flags.language import BlockArguments, CausalModelArguments, SampleArguments
 from finetune.run.flags.pipeline import PipelineArguments
-from finetune.run.flags.sequence_parallel import SequenceParallelArguments
+from finetune.run.flags.sequence_parallel import TileArguments
 from finetune.training.expert_parallel import section_for
 from finetune.training.experts import coefficient_for, describe_mixture, watch_experts
 from finetune.training.loss import settle_loss_scaling
@@ -51,7 +51,7 @@ def language_model(session: Session, source: CausalSource, data: Any) -> Any:
     if session.shards_weights:
         check_expert_adapter(model)
     router = coefficient_for(session, base)
-    changes = {**narrow(base), **({ASKED: False} if router else {})}  # `watch_experts` adds the routers' loss
+    changes = {ASKED: False} if router else {}  # `watch_experts` adds the routers' loss
     device = training.device.type
     chunk = choose_chunk_tokens(arguments.loss_chunk_tokens, base, device, changes)  # before peft wraps the head
     if chunk:
@@ -62,7 +62,7 @@ def language_model(session: Session, source: CausalSource, data: Any) -> Any:
         check_document_mask(base, max(training.train_batch_size, training.eval_batch_size))
     if (size := session.run.sequence_parallel_size) > 1 and session.launch.speaks:
         check_sequence_parallel(base, size, source.block_size)
-    choose_tiled_mlp(tiles := session[SequenceParallelArguments].tiled_mlp_num_shards, base)
+    choose_tiled_mlp(tiles := session[TileArguments].tiled_mlp_num_shards, base)
     if tiles:
         use_tiled_mlp(model, tiles)
     if (size := session.run.expert_parallel_size) > 1:
@@ -88,8 +88,8 @@ def language_pipeline(session: Session, source: CausalSource, data: Any) -> Pipe
     arguments = session[CausalModelArguments]
     config = settled_config(arguments, source, data.tokenizer)
     chunk = chunk_tokens_of(arguments.loss_chunk_tokens, config.vocab_size, session.training.device.type)
-    asked = session[ExpertArguments].router_aux_loss_coef
-    model = gptlite_pipeline(config, None if source.pretrained else session.training.seed, chunk, asked)
+    asked, tiles = session[ExpertArguments].router_aux_loss_coef, session[TileArguments].tiled_mlp_num_shards
+    model = gptlite_pipeline(config, None if source.pretrained else session.training.seed, chunk, asked, tiles)
     if model.mixture is not None:
         session.say(describe_mixture(session, config, model.mixture, model.router_weight))
     return model

@@ -32,6 +32,8 @@ class SequenceParallel:
         self.size, self.args = size, args
         if size > 1:  # accelerate has filled in its config by now
             settle_batch(accelerator.state.deepspeed_plugin.deepspeed_config, size, args.world_size)
+            # Or the parts of a text, and its heads, would have the same dropout masks.
+            torch.manual_seed(args.seed + args.process_index % size)
         self.positions: Any = None  # of the current micro-batch, on this rank: (B, T / size)
         self.mask: Any = None  # for all its tokens (B, 1, T, T), if it holds documents to keep apart
 
@@ -55,6 +57,7 @@ class SequenceParallel:
         if self.size == 1:
             return
         self.positions, whole = inputs.get("position_ids"), inputs.pop(WHOLE_POSITIONS, None)
+        self.mask = None  # frees the one before
         # Flash attention reads the positions itself.
         self.mask = None if whole is None or model.config._attn_implementation != "sdpa" else apart(whole)
 
@@ -111,9 +114,8 @@ def apart(positions: torch.Tensor) -> torch.Tensor:
     """A mask (B, 1, T, T), true where a token may attend to another: itself or an earlier one of its document. Each
     document begins at position 0; `positions` are (B, T)."""
     document = (positions == 0).cumsum(dim=1)
-    length = positions.shape[1]
-    before = torch.ones(length, length, dtype=torch.bool, device=positions.device).tril()
-    return ((document[:, :, None] == document[:, None, :]) & before)[:, None]
+    same = document[:, :, None] == document[:, None, :]  # a long text has memory for one tensor of this size
+    return same.tril_()[:, None]
 
 
 def settle_batch(config: dict[str, Any], size: int, world_size: int) -> None:

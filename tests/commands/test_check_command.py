@@ -232,6 +232,19 @@ WRONG = [
         id="stages",
     ),
     pytest.param(
+        ["zero2", "--world_size", "6", "--sequence_parallel_size", "4"],
+        "--world_size 6 is not a multiple of --sequence_parallel_size 4",
+        id="texts",
+    ),
+    pytest.param(
+        ["zero2", "--expert_parallel_size", "0"], "--expert_parallel_size is 0, but it must be 1", id="experts"
+    ),
+    pytest.param(
+        ["pipeline", "--pipeline_parallel_size", "2", "--sequence_parallel_size", "2"],
+        "--sequence_parallel_size 2 cannot be combined with --pipeline_parallel_size 2",
+        id="stages and texts",
+    ),
+    pytest.param(
         ["zero2", "--world_size", "6", "--ranks_per_node", "4"],
         "--ranks_per_node 4 does not divide --world_size 6",
         id="nodes",

@@ -393,6 +393,9 @@ QUANTIZED: list[Case] = [
           (QGZ, 16, True, None))),
     *(("DS704", severity, zero(stage, **{QGZ: True}), {"world_size": ranks, "ranks_per_node": 8, **GPU})
       for stage, ranks, severity in ((3, 8, W), (3, 16, None), (2, 8, None), (3, None, None))),
+    *(("DS705", severity, zero(3, **{key: value}), {**TWO_NODES, "sequence_parallel_size": size})
+      for key, value, size, severity in ((QWZ, True, 2, E), (QGZ, True, 2, E), (HPZ, 8, 2, None), (QWZ, True, 1, None),
+                                         (QWZ, False, 2, None))),
 ]  # fmt: skip
 
 PIPELINES: list[Case] = [

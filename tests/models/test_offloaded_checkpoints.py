@@ -4,15 +4,21 @@ own): the same gradients bit for bit, and each layer's input is copied. On a CPU
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import REPO
+from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
+from finetune.models.gptlite_pipeline import gptlite_pipeline, summed_loss
+from finetune.training.pipeline.costs import LayerCost
+from finetune.training.pipeline.stages import Cut, build_module
 
 sys.path.append(str(REPO / "tests/generation"))
 from tiny_models import model_of
@@ -63,3 +69,39 @@ def test_gradients_are_bit_equal_and_hidden_states_go_through_the_host(
     assert torch.equal(here, there)
     assert all(torch.equal(others[name], one) for name, one in gradients.items())
     assert more.count(hidden) - copies.count(hidden) == model.config.num_hidden_layers
+
+
+@pytest.mark.usefixtures("built_ops")
+def test_so_it_is_in_a_pipelines_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By DeepSpeed's own module, with one stage."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    model = gptlite_pipeline(lite().config, 3)
+    nothing = LayerCost(1, 1, 0.0, 0.0, 0)
+    parts = Cut(model.layers, [nothing] * len(model.layers), (0, len(model.layers)), 1, 0.0, "uniform")
+    ids, hidden = torch.arange(24).reshape(2, 12) % 20, (2, 12, model.config.hidden_size)
+    found = []
+    with one_rank(tmp_path):
+        for offload in (False, True):
+            module = build_module(model, parts, summed_loss, 1, False, 3, offload).train()
+            module.set_checkpoint_interval(1)  # as the engine does
+            torch.manual_seed(1)
+            with Copies() as copies:
+                loss = summed_loss(module(ids), ids)
+                loss.backward()
+            found.append((loss, [one.grad for one in module.parameters()], copies.shapes))
+    (here, gradients, copied), (there, others, more) = found
+    assert torch.equal(here, there)
+    assert all(map(torch.equal, gradients, others))
+    assert more.count(hidden) - copied.count(hidden) == LAYERS + 1  # blocks, and position embeddings
+
+
+@contextmanager
+def one_rank(folder: Path) -> Iterator[None]:
+    import deepspeed
+
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
+    try:
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+        yield
+    finally:
+        distributed.destroy_process_group()

@@ -10,7 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from finetune.errors import RequestError
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
-from finetune.models.probes import check_sequence_parallel, refusal
+from finetune.models.probes import check_sequence_parallel, refusal, small_copy
 
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 WIDE = {**SHAPE, "intermediate_size": 64}
@@ -40,6 +40,22 @@ def test_models_that_see_others_by_causal_attention_alone_are_taken(kind: str, v
     before = ALL_ATTENTION_FUNCTIONS["sdpa"]
     assert refusal(model_of(kind, **values)) is None
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is before
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("Mixtral", {"num_local_experts": 2}),
+        ("Qwen3Moe", {"num_experts": 2, "moe_intermediate_size": 512}),
+        ("DeepseekV3", {**EXPERTS, "moe_intermediate_size": 512, "first_k_dense_replace": 0}),
+    ],
+)
+def test_a_copy_to_try_has_narrow_experts(kind: str, values: dict[str, Any]) -> None:
+    """Those of Qwen3-235B at full width would take 10 GB on the host."""
+    twin = small_copy(model_of(kind, **{**SHAPE, "intermediate_size": 512, **values}), 8)
+    sizes = [weight.numel() for name, weight in twin.named_parameters() if ".experts." in name]
+    assert sizes
+    assert max(sizes) < 2 * 512 * SHAPE["hidden_size"]
 
 
 def test_a_gpt_lite_is_taken() -> None:

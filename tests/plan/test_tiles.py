@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from finetune.plan.job import DEEPSPEED, Job, tape_of
+from finetune.plan.job import DEEPSPEED, PIPELINE, Job, tape_of
 from finetune.plan.machine import find_machine
 from finetune.plan.memory import CHECKPOINTS, plan_memory
 from finetune.plan.model import is_block_linear, model_of, with_lora
@@ -25,6 +25,8 @@ MODEL = model_of(LLAMA)
 EVERY = tuple(sorted({tensor.name.split(".")[-2] for tensor in MODEL.tensors if is_block_linear(tensor)}))
 MODELS = {"llama": MODEL, "lite": model_of(LITE), "lora": with_lora(MODEL, Lora(8, EVERY))}
 HALF = 2  # bytes
+STAGED: dict[str, Any] = {"model": MODELS["lite"], "engine": PIPELINE, "stages": 2, "world_size": 2,
+                          "zero": Zero(1, reduce_bucket_size=10_000)}  # fmt: skip
 
 
 def job(shards: int, **changes: Any) -> Job:
@@ -86,3 +88,36 @@ def test_checkpoints_on_the_host_leave_the_device_and_take_their_time(shards: in
     moved = 2 * LAYERS * hidden / H100.host_link.bandwidth_bytes_per_second
     assert after.offload - before.offload == pytest.approx(H100.step_factor * moved)
     assert (after.forward, after.recomputation) == (before.forward, before.recomputation)
+
+
+def test_a_pipelines_stages_keep_those_of_all_micro_batches_in_flight() -> None:
+    """Stage 0 recomputes both embeddings and two blocks, of two micro-batches; stage 1 two blocks, of one."""
+    staged = job(
+        4,
+        model=MODELS["lite"],
+        engine=PIPELINE,
+        zero=Zero(1, reduce_bucket_size=10_000),
+        stages=2,
+        world_size=2,
+        accumulation=4,
+    )
+    here, there = (replace(staged, checkpoint_interval=1, checkpoints_on_host=away) for away in (False, True))
+    hidden, bounds = HALF * TOKENS * WIDTH, (0, 4, LAYERS + 4)
+    for stage, many in enumerate((2 * 4, 2)):
+        before, after = (plan_memory(one, H100, stage, bounds) for one in (here, there))
+        assert after.host == {**before.host, CHECKPOINTS: many * hidden}
+        assert before.step_peak.bytes - after.step_peak.bytes == (many - 1) * hidden  # one has come back
+    steps = [plan_seconds(one, H100) for one in (here, there)]
+    assert steps[0].offload == 0 < steps[1].offload
+    assert steps[1].total > steps[0].total
+
+
+def test_a_pipelines_mlps_are_planned_in_tiles() -> None:
+    staged = replace(
+        job(0, model=MODELS["lite"]), engine=PIPELINE, zero=Zero(1, reduce_bucket_size=10_000), stages=2, world_size=2
+    )
+    tiled = replace(staged, tiled_mlp_num_shards=8)
+    for stage in (0, 1):
+        whole, parts = (plan_memory(one, H100, stage, (0, 4, LAYERS + 4)).step_peak.bytes for one in (staged, tiled))
+        assert whole - parts > 2 * 4 * WIDTH * HALF * TOKENS  # what is inside of two MLPs
+    assert plan_seconds(tiled, H100).backward > plan_seconds(staged, H100).backward

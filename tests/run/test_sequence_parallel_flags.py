@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from finetune.errors import RequestError
+from finetune.run.facts import checkpoints_on_host
 from finetune.run.flags.sequence_parallel import check_heads, look_at_heads, sequence_faults_here
 from finetune.run.launch import Launch
 from finetune.run.recipes.causal_lm import CAUSAL_LM
@@ -39,6 +40,7 @@ def run_of(*argv: str, launch: Launch = TWO) -> Run:
         (["--neftune_noise_alpha", "5"], "--neftune_noise_alpha is 5.0"),
         (["--auto_find_batch_size", "True"], "made for one micro-batch"),
         (["--fsdp", "True"], "sequence parallelism is DeepSpeed's"),
+        (["--average_tokens_across_devices", "False"], "would divide by the learnt tokens of its own part"),
     ],
 )
 def test_a_flag_that_counts_on_whole_rows_is_refused(argv: list[str], said: str) -> None:
@@ -68,8 +70,6 @@ def test_tiles_need_deepspeed_but_no_shared_texts() -> None:
     assert list(sequence_faults_here(run, "zero2")) == []
     (fault,) = sequence_faults_here(run, None)
     assert "needs DeepSpeed" in fault
-    with pytest.raises(RequestError, match=r"tiled_mlp_num_shards.*a pipeline"):
-        resolve(CAUSAL_LM_PIPELINE, [*TILED, "--pipeline_parallel_size", "2"], TWO, is_here=False)
 
 
 def test_ranks_are_a_multiple_of_the_size() -> None:
@@ -94,6 +94,19 @@ def test_a_pipeline_has_no_such_flag() -> None:
     argv = [*SHARED, "--pipeline_parallel_size", "2"]
     with pytest.raises(RequestError, match=r"sequence_parallel_size.*a pipeline's stages read whole texts"):
         resolve(CAUSAL_LM_PIPELINE, argv, TWO, is_here=False)
+
+
+STAGED = ("--pipeline_parallel_size", "2", "--activation_checkpoint_interval", "1")
+
+
+@pytest.mark.parametrize(
+    "kwargs", ['{"use_reentrant": false}', '{"offload": true, "preserve_rng_state": false}', '{"every_n_layers": 2}']
+)
+def test_a_pipelines_checkpoints_can_be_offloaded_and_nothing_else(kwargs: str) -> None:
+    name = "--activation_checkpointing_kwargs"
+    assert checkpoints_on_host(resolve(CAUSAL_LM_PIPELINE, [*STAGED, name, '{"offload": true}'], TWO, is_here=False))
+    with pytest.raises(RequestError, match=rf"{name[2:]}.*a pipeline reads only offload"):
+        resolve(CAUSAL_LM_PIPELINE, [*STAGED, name, kwargs], TWO, is_here=False)
 
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -122,6 +122,8 @@ CASES = [
     ("mixtral", 1, "none", 2, ONE_A_BLOCK),
     ("mixtral", 2, "none", 1, ONE_A_BLOCK),
     ("mixtral", 2, "none", 2, PACKED),
+    ("mixtral", 2, "zero0", 2, PACKED),
+    ("mixtral", 2, "zero1", 1, ONE_A_BLOCK),
     ("mixtral", 2, "zero2", 1, PACKED),
     ("mixtral", 2, "zero2", 2, ONE_A_BLOCK),
     ("mixtral", 2, "zero3", 1, ONE_A_BLOCK),
@@ -287,6 +289,23 @@ def test_spread_experts_go_on_bit_equal_and_at_another_layout(
 SPREAD_OVER_TWO = {"expert_parallel_size": 2, "deepspeed": "zero2", "per_device_train_batch_size": 2}
 SHARDED = {"deepspeed": "zero3", "per_device_train_batch_size": 2}
 ALONE = {"deepspeed": "none", "per_device_train_batch_size": GLOBAL_BATCH}
+
+
+@pytest.mark.nightly
+def test_experts_spread_over_two_ranks_go_on_over_four_and_back(
+    trained: Callable[..., Finished], tmp_path: Path
+) -> None:
+    saves = {**PACKED, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    layouts = {size: {**SPREAD_OVER_TWO, "expert_parallel_size": size} for size in (2, 4)}
+    layouts[4]["per_device_train_batch_size"] = 1
+    truth, wholes = trained(**ALONE, **saves), {size: trained(size, **layouts[size], **saves) for size in layouts}
+    for size, other in ((2, 4), (4, 2)):
+        folder = shutil.copytree(wholes[size].folder, tmp_path / str(size))
+        shutil.rmtree(folder / "checkpoint-4")
+        run = trained(other, folder=folder, resume="auto", **saves, **layouts[other])
+        assert "going on from checkpoint-2" in run.output
+        for figure in ("loss", "grad_norm", "router_loss"):
+            assert run.column(figure)[-2:] == pytest.approx(truth.column(figure)[-2:], rel=1e-5), (size, figure)
 
 
 @pytest.mark.nightly

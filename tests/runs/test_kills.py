@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("built_ops")]
         ("pipeline", 5, 3),
         ("image_cls", 4, 4),
         ("experts", 4, 5),
+        ("sequence", 4, 6),
     ],
 )
 def test_a_run_that_is_killed_again_and_again_loses_nothing(name: str, kills: int, seed: int, tmp_path: Path) -> None:

@@ -177,6 +177,27 @@ def test_it_goes_with(extra: str, config: str, trained: Callable[..., Finished])
 
 
 @pytest.mark.nightly
+def test_it_goes_with_a_second_copy_of_the_weights_on_each_node(trained: Callable[..., Finished], home: Path) -> None:
+    """ZeRO++'s hpZ; here a node has two of four ranks. Its quantization needs a GPU, and is refused."""
+    config = json.loads((REPO / "ds_configs/zero3.json").read_text())
+    config["zero_optimization"]["zero_hpz_partition_size"] = 2
+    (home / "hpz.json").write_text(json.dumps(config))
+    truth = trained(per_device_train_batch_size=GLOBAL_BATCH, **PACKED)
+    layout = {"sequence_parallel_size": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
+    assert_same(trained(4, deepspeed=home / "hpz.json", **layout, **PACKED), truth)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("built_async_io")
+def test_it_goes_with_states_and_weights_on_a_disk(trained: Callable[..., Finished]) -> None:
+    if not Path("/usr/include/libaio.h").exists():
+        pytest.skip("libaio-dev is absent: DeepSpeed cannot build its async_io op")
+    truth = trained(per_device_train_batch_size=GLOBAL_BATCH, **ONE_A_BLOCK)
+    layout = {"sequence_parallel_size": 2, "per_device_train_batch_size": GLOBAL_BATCH}
+    assert_same(trained(2, deepspeed="zero3_nvme", **layout, **ONE_A_BLOCK), truth)
+
+
+@pytest.mark.nightly
 def test_samples_are_written_while_it_trains(trained: Callable[..., Finished]) -> None:
     asks = {"sample_tokens": 8, "do_eval": True, "eval_strategy": "steps", "eval_steps": 2, **WRAPPED}
     truth = trained(per_device_train_batch_size=GLOBAL_BATCH, **asks)

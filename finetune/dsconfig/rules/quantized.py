@@ -61,3 +61,11 @@ def quantized_gradients_do_something(config: Config, run: Context) -> Iterator[F
     one_node = run.world_size is not None and run.world_size == run.ranks_per_node
     if config.is_on(QGZ) and config.stage == 3 and one_node:
         yield warning("DS704", QGZ, f"{QGZ} does nothing on one node: DeepSpeed ignores it.")
+
+
+def quantized_is_for_whole_texts(config: Config, run: Context) -> Iterator[Finding]:
+    """DS705. It takes several GPUs to try."""
+    for place in (QWZ, QGZ):
+        if run.sequence_parallel_size > 1 and config.is_on(place):
+            said = f"--sequence_parallel_size is {run.sequence_parallel_size}, which is untested with {place}"
+            yield error("DS705", place, f"{said}. Set it to false in a copy of the file, or drop the flag.")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from finetune.plan.forward.parts import Batch, Setting
 from finetune.plan.tape import Tape
-from finetune.plan.values import ATTENTION, FLASH_ATTENTION_2, FP32_BYTES, HALF_BYTES, Gemm, Value
+from finetune.plan.values import ATTENTION, FLASH_ATTENTION_2, FP32_BYTES, HALF_BYTES, Gemm, Storage, Value
 
 EAGER, MATH, FUSED = "eager", "math", "fused"
 
@@ -75,12 +75,28 @@ def split_heads(tape: Tape, x: Value, kind: str) -> Value:
     return x if kind == FUSED else tape.alias(x)
 
 
-def eager_mask(setting: Setting) -> tuple[Value, ...]:
-    """(rows, 1, tokens, tokens), zero or a huge negative number (transformers, masking_utils.py, eager_mask), for a
-    causal model with eager attention; other kinds need none."""
+def causal_mask(setting: Setting) -> tuple[Value, ...]:
+    """For a causal model with eager attention (rows, 1, tokens, tokens), zero or a huge negative number (transformers,
+    masking_utils.py, eager_mask); else as `document_mask`."""
     tape, batch = setting.tape, setting.batch
     is_eager = tape.numbers.attention == EAGER
-    return (tape.op("mask", (), batch.positions * batch.tokens, needs_grad=False),) if is_eager else ()
+    if not is_eager:
+        return document_mask(setting)
+    return (tape.op("mask", (), batch.positions * batch.tokens, needs_grad=False),)
+
+
+def document_mask(setting: Setting) -> tuple[Value, ...]:
+    """(rows, 1, tokens, tokens), a byte each, if the documents of a text are masked from one another in SDPA: two
+    masks, and both in one (transformers, masking_utils.py, sdpa_mask). Ranks that share a text have made theirs before
+    (finetune/training/sequence_parallel.py, apart); it is counted with the batch."""
+    tape, batch = setting.tape, setting.batch
+    if not batch.documents or tape.numbers.attention != "sdpa":
+        return ()
+    pairs = (batch.tokens * batch.sharing) ** 2
+    if batch.sharing > 1:
+        return (Value(batch.rows * pairs, 1, Storage(0), needs_grad=False),)
+    scratch = (1 + batch.rows) * pairs
+    return (tape.op("mask", (), batch.rows * pairs, bytes_each=1, needs_grad=False, scratch=scratch),)
 
 
 def attend(setting: Setting, heads: Heads, query: Value, key: Value, value: Value, mask: Value | None = None) -> Value:
@@ -134,7 +150,8 @@ def _math(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mask
     if mask is not None and mask.bytes_each > 1:
         scores = tape.add(scores, mask)
     elif heads.causal or mask is not None:
-        made = tape.op("mask", (), heads.tokens * heads.looked_at, bytes_each=FP32_BYTES, needs_grad=False)
+        rows = heads.batch.rows if heads.batch.documents else 1
+        made = tape.op("mask", (), rows * heads.tokens * heads.looked_at, bytes_each=FP32_BYTES, needs_grad=False)
         scores = tape.add(scores, made)
         tape.hold(made)
     weights = tape.dropout(tape.softmax(scores), heads.dropout)
@@ -150,7 +167,7 @@ def _fused(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mas
     half of the products; the backward pass computes five (Dao et al., arXiv 2205.14135, algorithm 4)."""
     numbers = tape.numbers
     query, key, value = (tape.cast(part, numbers.product_bytes) for part in (query, key, value))
-    if mask is not None:
+    if mask is not None and heads.batch.sharing == 1:  # ranks that share a text exchange first: SharedTape
         if numbers.attention == "sdpa":
             key, value = _repeated(tape, key, heads), _repeated(tape, value, heads)
         if mask.bytes_each == 1:  # made floats, and expanded to each row (attention.cpp, convert_boolean_attn_mask)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from finetune.plan.families.gptlite import EMBEDDINGS, NORM, PARTS
-from finetune.plan.forward.attention import Heads, attend, eager_mask, kind_of, split_heads
+from finetune.plan.forward.attention import Heads, attend, causal_mask, kind_of, split_heads
 from finetune.plan.forward.losses import chunked_loss, cross_entropy, decoder_head, label_loss
 from finetune.plan.forward.parts import Part, Setting, activation, stack
 from finetune.plan.values import FP32_BYTES, Value
@@ -44,7 +44,7 @@ def gptlite(setting: Setting) -> Value:
     tape = setting.tape
     with tape.segment("embeddings"):
         tokens = _tokens(setting)
-        mask = eager_mask(setting)
+        mask = causal_mask(setting)
         x = _positions(setting, tokens)
         tape.hold(tokens)
     x = stack(setting, x, range(setting.sizes("num_hidden_layers")), _block_name,
@@ -65,7 +65,10 @@ def _listed_gptlite(setting: Setting, part: Part) -> Listed:
         if place == 1:
             return _positions(setting, x)
         if place < layers + 2:
-            return _block(setting, place - 2, x, eager_mask(setting))
+            mask = causal_mask(setting)
+            x = _block(setting, place - 2, x, mask)
+            tape.hold(*mask)
+            return x
         if place == layers + 2:
             return tape.layer_norm(x, NORM)
         if setting.loss_chunk_tokens:

@@ -17,7 +17,7 @@ LONGEST_PERIOD = 24  # layers in a repeating pattern of windows or recomputation
 class Batch:
     """A micro-batch of one rank: `rows` samples of `tokens`, or images of `image_size` pixels square. `targets`: tokens
     per sample of a decoder behind an encoder; None: as many. `sharing`: ranks that share each sample, whose tokens here
-    are this rank's. `load`: a job's `expert_load`."""
+    are this rank's. `load`: a job's `expert_load`. `documents`: those in a sample do not attend to one another."""
 
     rows: int
     tokens: int = 1
@@ -25,6 +25,7 @@ class Batch:
     targets: int | None = None
     sharing: int = 1
     load: float = 1.0
+    documents: bool = False
 
     @property
     def positions(self) -> int:

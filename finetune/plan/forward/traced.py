@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from finetune.plan.families.parts import VECTORS
-from finetune.plan.forward.attention import FUSED, Heads, attend, kind_of
+from finetune.plan.forward.attention import FUSED, Heads, attend, document_mask, kind_of
 from finetune.plan.forward.cuts import Cut, cuts_of
 from finetune.plan.forward.losses import chunked_loss, output_in_fp32, vector_loss
 from finetune.plan.forward.parts import RNG_STATE_BYTES, Setting, pattern, renamed, terms
@@ -41,9 +41,10 @@ def tape_of_trace(trace: Trace, setting: Setting) -> Value:
             continue
         segments[part.layer] = len(tape.segments)
         again = part.layer is not None and setting.recomputes(part.layer)
-        entry = player.entry(part) if part.layer is not None else ()
+        entry = (*player.entry(part), *player.masks) if part.layer is not None else ()
         state = (tape.given(RNG_STATE_BYTES, 1),) if again and tape.numbers.device == "cpu" else ()
         with tape.segment(part.name, *entry, *state, layer=part.layer, recomputed=again):
+            player.masks = document_mask(setting) if part is parts[0] else player.masks
             skips_to = 0
             for place, (at, op) in enumerate(part.ops):
                 if at == player.head and setting.loss_chunk_tokens:
@@ -94,6 +95,7 @@ class _Player:
         self.sliced = {number for name, _, number in users if name == "slice"}
         self.in_softmax = {number for name, _, number in users if name == SOFTMAX}
         self.attentions = {number: op for name, op, number in users if name == ATTENTION}
+        self.masks: tuple[Value, ...] = ()  # of all attention without a mask of its own
         self.head = max((at for at, op in enumerate(trace.ops) if op["name"] in LINEAR and op["weights"]), default=-1)
 
     def size(self, fitted: Sequence[float]) -> int:
@@ -195,7 +197,7 @@ class _Player:
         if name == "dropout":
             return tape.dropout(inputs[0], self.dropout)
         if name == ATTENTION:
-            return attend(self.setting, self.heads(op), *inputs)
+            return attend(self.setting, self.heads(op), *inputs, *(self.masks if len(inputs) == len("qkv") else ()))
         if name == "mul" and len(inputs) > 1:
             return tape.multiply(*inputs)
         if name == "bmm":
@@ -226,9 +228,9 @@ class _Player:
         reader = self.attentions.get(op["out"][0])
         if reader is None:
             return not self.attentions
-        has_mask = len(reader["in"]) > len("qkv")
-        trains = has_mask and bool(self.trace.values[reader["in"][-1]][3])
-        return kind_of(self.tape, self.heads(reader), has_mask, trains) != FUSED
+        is_given = len(reader["in"]) > len("qkv")
+        trains = is_given and bool(self.trace.values[reader["in"][-1]][3])
+        return kind_of(self.tape, self.heads(reader), is_given or bool(self.masks), trains) != FUSED
 
     def heads(self, op: Any) -> Heads:
         tokens, keys, width, many = map(self.size, op["gemms"][0])

@@ -40,7 +40,6 @@ class PipelineArguments:
             ("activation_checkpointing", "gradient_checkpointing"), "use --activation_checkpoint_interval 1 instead."
         ),
         "sequence_parallel_size": "a pipeline's stages read whole texts. Use the recipe without a pipeline.",
-        "tiled_mlp_num_shards": "a pipeline's MLPs are not tiled; more stages save memory. Drop it.",
         "expert_parallel_size": "each stage of a pipeline holds all experts of its layers. Use recipes/causal_lm.py.",
         "fsdp": "a pipeline already shards the model by layers. Drop it, or use the recipe without a pipeline.",
         "torch_compile": "DeepSpeed's pipeline engine does not compile its layers. Drop it.",
@@ -83,6 +82,10 @@ def pipeline_faults(run: Run) -> Iterator[str]:
     for name, why in PipelineArguments.refused.items():
         if str(values.get(name)).lower() not in ("none", "false", "0", "0.0", ""):
             yield f"{run.said(name)}: {why}"
+    kwargs = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+    for name in (name for name in kwargs if run.value(name)):
+        if set(run.value(name)) != {"offload"}:
+            yield f"{run.said(name)}: a pipeline reads only offload there. Drop the others."
     if run.value("skip_memory_metrics") is False:
         yield f"{run.said('skip_memory_metrics')}: a pipeline always reports its memory. Drop it."
     if str(run.value("optim")) not in OPTIMIZERS:

@@ -49,6 +49,12 @@ class SequenceParallelArguments:
         GOES_ON,
         range=AT_LEAST_ONE,
     )
+
+
+@dataclass
+class TileArguments:
+    """What is computed on a part of the tokens at a time."""
+
     tiled_mlp_num_shards: int = flag(
         0,
         "compute each MLP on so many parts of the tokens in turn, and again in the backward pass (DeepSpeed's "
@@ -71,6 +77,9 @@ def sequence_faults(run: Run) -> Iterator[str]:
     if run.value("attn_implementation") not in (None, *ATTENTIONS):
         shown = run.said("attn_implementation")
         yield f"{shown}, which --sequence_parallel_size does not support. Use one of {', '.join(ATTENTIONS)}."
+    if run.value("average_tokens_across_devices") is False:
+        shown = run.said("average_tokens_across_devices")
+        yield f"{shown}, but {said}: a rank would divide by the learnt tokens of its own part. Drop one of the two."
     yield from drop_one(run, "sequence_parallel_size", REFUSED)
 
 

@@ -12,7 +12,7 @@ from finetune.run.flags.language import (
     GeneratedAnswerArguments,
     SampleArguments,
 )
-from finetune.run.flags.sequence_parallel import SequenceParallelArguments
+from finetune.run.flags.sequence_parallel import SequenceParallelArguments, TileArguments
 from finetune.run.recipe import FIGURES_OF_TEXTS, METRICS_OF_TEXTS, USUAL, Recipe
 from finetune.run.recipes import TRAINER_GROUPS
 from finetune.run.task import TEXT_GENERATION
@@ -30,6 +30,7 @@ CAUSAL_LM = Recipe(
         CorpusArguments,
         BlockArguments,
         SequenceParallelArguments,
+        TileArguments,
         ExpertArguments,
         SampleArguments,
         GeneratedAnswerArguments,

@@ -8,6 +8,7 @@ from finetune.run.flags.guards import GuardArguments
 from finetune.run.flags.language import BlockArguments, CausalModelArguments, CorpusArguments, SampleArguments
 from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.flags.profiling import ProfileArguments
+from finetune.run.flags.sequence_parallel import TileArguments
 from finetune.run.recipe import PIPELINE, USUAL, Recipe
 from finetune.run.recipes.causal_lm import CAUSAL_LM, LANGUAGE_FIGURES
 from finetune.run.task import TEXT_GENERATION
@@ -21,6 +22,7 @@ CAUSAL_LM_PIPELINE = Recipe(
         CorpusArguments,
         BlockArguments,
         ExpertArguments,
+        TileArguments,
         SampleArguments,
         ProfileArguments,
         RunArguments,

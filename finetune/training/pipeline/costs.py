@@ -58,14 +58,19 @@ def _look(layers: Sequence[PipelineLayer]) -> list[_Look]:
 
 
 def measure_layers(
-    model: PipelineModel, batch: dict[str, torch.Tensor], device: torch.device, dtype: torch.dtype, recomputes: bool
+    model: PipelineModel,
+    batch: dict[str, torch.Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    recomputes: bool,
+    offloads: bool = False,
 ) -> tuple[list[LayerCost], torch.Tensor]:
     """The cost of each layer on this machine, measured by passing a micro-batch through one layer after another,
     forward and backward; and the tensor that the middle layer passes to the next.
 
     Only one layer exists at a time, and among layers with the same modules and input shapes only one is built and
     measured. The loss belongs to the last layer. `recomputes`: activation checkpointing is on, for the layers that
-    support it. torch's random state is preserved.
+    support it; `offloads`: it keeps their inputs on the host. torch's random state is preserved.
     """
     inputs, labels = model.split(batch)
     x, labels = send_to_device(inputs, device), send_to_device(labels, device)
@@ -84,6 +89,7 @@ def measure_layers(
                 loss = (lambda out: model.loss(out, labels)) if is_last else None
                 again = recomputes and (model.checkpointed is None or layer.kind in model.checkpointed)
                 cost = _measure(run, x, loss, list(module.parameters()), look, again)
+                cost = replace(cost, activation_bytes=0) if again and offloads else cost
                 with torch.no_grad():
                     known[key] = cost, run(x)
                 del module, run

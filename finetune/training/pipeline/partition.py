@@ -34,17 +34,18 @@ def partition(
     collator: Any,
     checkpoint_interval: int,
     checkpoint: str | None = None,
+    offloads: bool = False,
 ) -> Cut:
     """The stages of the run. Every rank must call it; rank 0 decides for all. A run that resumes from `checkpoint` in
     the same layout keeps its stages: measurements differ between launches, and a norm summed over different stages
-    rounds differently. Raises RequestError.
+    rounds differently. `offloads`: activation checkpoints lie in host memory. Raises RequestError.
     """
     stages, method = arguments.pipeline_parallel_size or 1, arguments.partition_method
     micro_batches, device = training.gradient_accumulation_steps, training.device
     check_cut(model.layers, method, stages)
     dtype = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else torch.float32
     rows = [dataset[i % len(dataset)] for i in range(training.train_batch_size)]
-    measured, like = measure_layers(model, collator(rows), device, dtype, checkpoint_interval > 0)
+    measured, like = measure_layers(model, collator(rows), device, dtype, checkpoint_interval > 0, offloads)
     costs = agreed(measured, device)
     transfer = measure_transfer(like, launch.world_size // stages, device) if stages > 1 else 0.0
     limit = None

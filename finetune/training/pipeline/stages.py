@@ -12,6 +12,8 @@ from itertools import groupby, pairwise
 from typing import Any
 
 import torch
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 
 from finetune.errors import RequestError
 from finetune.models.pipeline import PipelineLayer, PipelineModel, layer_seed
@@ -144,11 +146,25 @@ def stage_begins(x: Any) -> Any:
     return x
 
 
+def checkpoint_on_host(function: Callable[..., Any], *inputs: Any) -> Any:
+    """Activation checkpointing that keeps `inputs` in pinned host memory, as the Trainer does it (transformers 5.23,
+    modeling_utils.py, _activation_checkpointing_enable)."""
+    with save_on_cpu(pin_memory=True):
+        return checkpoint(function, *inputs, use_reentrant=False)
+
+
 def build_module(
-    model: PipelineModel, parts: Cut, loss: Any, checkpoint_interval: int, dynamic: bool, seed: int
+    model: PipelineModel,
+    parts: Cut,
+    loss: Any,
+    checkpoint_interval: int,
+    dynamic: bool,
+    seed: int,
+    offloads: bool = False,
 ) -> Any:
     """DeepSpeed's PipelineModule, which builds only the layers of this rank's stage. `dynamic` is for micro-batches of
-    different shapes. Initial weights depend only on `seed` and the layer's index."""
+    different shapes. Initial weights depend only on `seed` and the layer's index. `offloads`: activation checkpoints
+    lie in host memory."""
     from deepspeed import checkpointing
     from deepspeed.pipe import PipelineModule
 
@@ -179,7 +195,7 @@ def build_module(
             activation_checkpoint_interval=checkpoint_interval,
             # The reentrant default fails if no input of a stage requires a gradient, as with token ids: "element 0 of
             # tensors does not require grad" (_is_checkpointable in runtime/pipe/module.py handles it for known models).
-            activation_checkpoint_func=checkpointing.non_reentrant_checkpoint,
+            activation_checkpoint_func=checkpoint_on_host if offloads else checkpointing.non_reentrant_checkpoint,
             # DeepSpeed does not checkpoint a group of layers if one of them is not in the list (_is_checkpointable).
             checkpointable_layers=[*model.checkpointed] if model.checkpointed and checkpoint_interval == 1 else None,
             dynamic_shape=dynamic,

@@ -51,6 +51,7 @@ class PipelineTrainer(EvaluatesOnce):
 
     `ds_config` has no "auto" left. `lengths` are the training samples' lengths, to group by. With `dynamic`,
     micro-batches may have different shapes. `weights` is a folder to start from, or None for newly initialized layers.
+    `offloads`: activation checkpoints lie in host memory.
     The schedule of step `schedule_step` is recorded and plotted.
     """
 
@@ -74,6 +75,7 @@ class PipelineTrainer(EvaluatesOnce):
         lengths: Any = None,
         dynamic: bool = False,
         checkpoint_interval: int = 0,
+        offloads: bool = False,
         weights: Path | None = None,
         schedule_step: int = 0,
         guards: GuardArguments | None = None,
@@ -87,7 +89,7 @@ class PipelineTrainer(EvaluatesOnce):
         self._settle_steps(lengths)
         self.loss = StageLoss(model, self.micro_batches * self.pipelines)
         self.dynamic, self.schedule_step, self.planned = dynamic, schedule_step, parts.plan()
-        module = build_module(model, parts, self.loss, checkpoint_interval, dynamic, args.seed)
+        module = build_module(model, parts, self.loss, checkpoint_interval, dynamic, args.seed, offloads)
         built = build_engine(module, parts, args, ds_config, self.max_steps)
         self.engine, self.optimizer, self.scheduler = built.engine, built.optimizer, built.scheduler
         self.grid, self.device = self.engine.grid, self.engine.device
