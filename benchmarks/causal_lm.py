@@ -5,8 +5,9 @@
 
 Writes docs/results/causal_lm.md. Parts: `loss` (nanoGPT's CPU configuration, validation loss over the whole held-out
 text), `speed` (step times of the recipe and of plain PyTorch loops with the same model, interleaved in rounds of 20
-steps in one process, so that a noisy machine favors none), `corpus` (memory of a run on 1 GB of text: the given text,
-repeated). causal_lm_parts.py measures the parts of a model, and causal_lm_gpu.py measures on a GPU.
+steps in one process, so that a noisy machine favors none), `compiled` (the same with torch.compile for both, in fp32
+and bf16), `corpus` (memory of a run on 1 GB of text: the given text, repeated). causal_lm_parts.py measures the parts
+of a model, and causal_lm_gpu.py measures on a GPU.
 """
 
 import argparse
@@ -61,11 +62,30 @@ def loss(text: str, scratch: Path) -> dict:
 
 def speed(text: str, scratch: Path) -> dict:
     """Milliseconds per step in each round, for the recipe and the loops; and medians of the recipe's parts."""
-    return json.loads(run([__file__, "--text", text, "--turns", str(scratch / "speed")]).splitlines()[-1])
+    loops = {"plain loop": {"fused": False}, "plain loop, fused AdamW": {}}
+    return turns_of(text, scratch / "speed", loops, "--bf16", "False")
 
 
-def turns(text: str, folder: str) -> None:
-    """Run the recipe, pausing it every TURN steps to run as many of each plain loop. Prints JSON."""
+def compiled(text: str, scratch: Path) -> dict:
+    """As `speed`, by precision, with torch.compile for the recipe and the loop."""
+    found = {}
+    for precision, half in {"fp32": False, "bf16": True}.items():
+        loops = {"plain loop": {"compiled": True, "half": half}}
+        words = ("--bf16", str(half), "--torch_compile", "True")
+        found[precision] = turns_of(text, scratch / precision, loops, *words)
+        print(
+            precision, {name: statistics.median(some) for name, some in found[precision]["turns"].items()}, flush=True
+        )
+    return found
+
+
+def turns_of(text: str, folder: Path, loops: dict, *words: str) -> dict:
+    command = [__file__, "--text", text, "--turns", json.dumps([str(folder), loops, words])]
+    return json.loads(run(command).splitlines()[-1])
+
+
+def turns(text: str, folder: str, kinds: dict, words: list[str]) -> None:
+    """Run the recipe with `words`, pausing it every TURN steps to run as many of each plain loop. Prints JSON."""
     import transformers.trainer as upstream
     from accelerate.optimizer import AcceleratedOptimizer
     from transformers import TrainerCallback
@@ -81,7 +101,7 @@ def turns(text: str, folder: str) -> None:
     ):
         watch(owner, name, parts[part])
     found: dict[str, list[float]] = defaultdict(list)
-    loops = {"plain loop": PlainLoop(text, fused=False), "plain loop, fused AdamW": PlainLoop(text, fused=True)}
+    loops = {name: PlainLoop(text, **kind) for name, kind in kinds.items()}
 
     class Turns(TrainerCallback):
         def on_train_begin(self, *_: object, **__: object) -> None:
@@ -96,7 +116,7 @@ def turns(text: str, folder: str) -> None:
             self.mark = time.perf_counter()
 
     upstream.DEFAULT_CALLBACKS.append(Turns)
-    words = [*ONLY_TRAIN, "--max_steps", str(TURN * TURNS), "--bf16", "False", "--warmup_steps", "10"]
+    words = [*ONLY_TRAIN, "--max_steps", str(TURN * TURNS), "--warmup_steps", "10", *words]
     sys.argv = recipe(text, Path(folder), *words)
     runpy.run_path(sys.argv[0], run_name="__main__")
     counted = {name: values[WARM_TURNS:] for name, values in found.items()}
@@ -118,9 +138,9 @@ def watch(owner: type, name: str, seconds: list[float]) -> None:
 
 
 class PlainLoop:
-    """What one would write without the Trainer: the same model, batch size, clipping and schedule, in fp32."""
+    """What one would write without the Trainer: the same model, batch size, clipping and schedule. `half`: bf16."""
 
-    def __init__(self, text: str, fused: bool) -> None:
+    def __init__(self, text: str, fused: bool = True, compiled: bool = False, half: bool = False) -> None:
         import torch
 
         from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
@@ -133,6 +153,7 @@ class PlainLoop:
         parameters = self.model.parameters()
         self.optimizer = torch.optim.AdamW(parameters, lr=4e-3, betas=(0.9, 0.99), weight_decay=0.1, fused=fused)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / 10))
+        self.forward, self.half = torch.compile(self.model) if compiled else self.model, half
         self.parts: dict[str, list[float]] = defaultdict(list)
 
     def milliseconds_a_step(self) -> float:
@@ -149,7 +170,9 @@ class PlainLoop:
         x = torch.stack([self.ids[place : place + 64] for place in places])
         y = torch.stack([self.ids[place + 1 : place + 65] for place in places])
         marks.append(time.perf_counter())
-        self.model(input_ids=x, labels=y, shift_labels=y).loss.backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.half):
+            loss = self.forward(input_ids=x, labels=y, shift_labels=y).loss
+        loss.backward()
         marks.append(time.perf_counter())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         marks.append(time.perf_counter())
@@ -211,6 +234,9 @@ def anonymous_mib(pid: int) -> float:
     return sum(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon")) / 1024
 
 
+PARTS = {"loss": loss, "speed": speed, "compiled": compiled, "corpus": corpus}
+
+
 def render(results: dict) -> str:
     """Render the page in docs/results/ from the data beside it."""
     lines = ["# recipes/causal_lm.py: loss, step time and memory", "", results["machine"] + ". Made by"]
@@ -227,22 +253,13 @@ def render(results: dict) -> str:
             "this loss.",
         ]
     if found := results.get("speed"):
-        ours = found["turns"]["recipe"]
-        lines += ["", f"## Step time: {len(ours)} rounds of {TURN} steps in one process (fp32, two threads)", ""]
+        rounds = len(found["turns"]["recipe"])
+        lines += ["", f"## Step time: {rounds} rounds of {TURN} steps in one process (fp32, two threads)", ""]
         lines += [
             "The recipe and the loops are interleaved. The ratio is the recipe's step time over the run's, per round.",
             "",
         ]
-        lines += ["| run | ms per step, median | 10th percentile | 90th percentile "]
-        lines[-1] += "| recipe / run, median (10th to 90th percentile) |"
-        lines += ["|---|---|---|---|---|"]
-        for name, values in found["turns"].items():
-            tenths = statistics.quantiles(values, n=10)
-            ratios = [a / b for a, b in zip(ours, values, strict=True)]
-            low, *_, high = statistics.quantiles(ratios, n=10)
-            shown = f"{statistics.median(values):.2f} | {tenths[0]:.2f} | {tenths[-1]:.2f}"
-            apart = "" if values is ours else f"{statistics.median(ratios):.3f} ({low:.2f} to {high:.2f})"
-            lines.append(f"| {name} | {shown} | {apart} |")
+        lines += step_times(found["turns"])
         lines += [
             "",
             "The recipe uses fused AdamW, so the second ratio is the Trainer's overhead: its data loader, and",
@@ -262,6 +279,12 @@ def render(results: dict) -> str:
         for part, value in found["parts"].items():
             lines.append(f"| {part} | {value:.2f} | {found['loop parts'][part]:.2f} |")
         lines.append(f"| everything else | {rest['recipe']:.2f} | {rest['plain loop']:.2f} |")
+    for precision, found in results.get("compiled", {}).items():
+        rounds = len(found["turns"]["recipe"])
+        lines += ["", f"## Step time with torch.compile, {precision}: {rounds} rounds of {TURN} steps, two threads", ""]
+        lines += step_times(found["turns"])
+    if "compiled" in results:
+        lines += ["", "The loop attends with SDPA, torch's default; in bf16 on a CPU the recipe does not."]
     if found := results.get("corpus"):
         lines += ["", "## Memory for a large corpus (character tokens)", ""]
         lines += ["Tokenization is included. Peak memory is anonymous memory, summed over all processes.", ""]
@@ -273,12 +296,28 @@ def render(results: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def step_times(turns: dict[str, list[float]]) -> list[str]:
+    """The table of a step's time in each run, and of the recipe's divided by it."""
+    lines = ["| run | ms per step, median | 10th percentile | 90th percentile "]
+    lines[-1] += "| recipe / run, median (10th to 90th percentile) |"
+    lines += ["|---|---|---|---|---|"]
+    ours = turns["recipe"]
+    for name, values in turns.items():
+        tenths = statistics.quantiles(values, n=10)
+        ratios = [a / b for a, b in zip(ours, values, strict=True)]
+        low, *_, high = statistics.quantiles(ratios, n=10)
+        shown = f"{statistics.median(values):.2f} | {tenths[0]:.2f} | {tenths[-1]:.2f}"
+        apart = "" if values is ours else f"{statistics.median(ratios):.3f} ({low:.2f} to {high:.2f})"
+        lines.append(f"| {name} | {shown} | {apart} |")
+    return lines
+
+
 def measure(options: argparse.Namespace) -> None:
     path = OUT / "causal_lm.json"
     results = json.loads(path.read_text()) if path.is_file() else {}
     with tempfile.TemporaryDirectory() as scratch:
         for part in options.parts:
-            results[part] = {"loss": loss, "speed": speed, "corpus": corpus}[part](options.text, Path(scratch))
+            results[part] = PARTS[part](options.text, Path(scratch))
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate"))
     results["machine"] = f"{platform.machine()}, {os.cpu_count()} cores; {versions}"
     path.write_text(json.dumps(results, indent=1) + "\n")
@@ -289,12 +328,12 @@ def measure(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", required=True, help="tinyshakespeare's input.txt")
-    parser.add_argument("--parts", nargs="*", default=["loss", "speed", "corpus"])
+    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--turns", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.text = str(Path(options.text).resolve())
     if options.turns:
-        turns(options.text, options.turns)
+        turns(options.text, *json.loads(options.turns))
     else:
         measure(options)
 

@@ -317,15 +317,20 @@ def guards_section() -> str:
     lines = [
         "## The cost of the guards",
         "",
-        "`python benchmarks/guards.py --json docs/results/guards.json`: the time of a step with the NaN guard, ",
+        "`python benchmarks/guards.py --json docs/results/guards.json`: the time of a step with the NaN guard, or ",
     ]
-    lines[-1] += "compared with the next step without it, in one CPU process with one thread. Figures are medians; "
+    lines[-1] += "with all that the recipes' trainer adds to a step (guard, speed meter, losses, callbacks), compared "
+    lines[-1] += "with the next step without it, in one CPU process with one thread. Figures are medians; "
     lines[-1] += "parentheses have the middle half of 1,000 bootstrap medians. "
     lines[-1] += f"A heartbeat takes {1e3 * found['heartbeat_cpu_seconds']:.2f} ms of CPU time per second."
-    lines += ["", "| model | pairs of steps | additional time per step |", "|---|---:|---|"]
-    for name, row in found["models"].items():
-        middle, low, high = (100 * (row[figure] - 1) for figure in ("median", "low", "high"))
-        lines.append(f"| {name} | {row['pairs']} | {middle:+.2f}% ({low:+.2f} to {high:+.2f}) |")
+    lines += ["", "| model | step, ms | added | pairs of steps | additional time per step | in ms |"]
+    lines += ["|---|---:|---|---:|---|---|"]
+    for name, parts in found["models"].items():
+        for what, row in parts.items():
+            share = "{:+.2f}% ({:+.2f} to {:+.2f})".format(*(100 * (one - 1) for one in row["ratio"]))
+            more = "{:+.3f} ({:+.3f} to {:+.3f})".format(*(1e3 * one for one in row["more_seconds"]))
+            step = 1e3 * row["step_seconds"]
+            lines.append(f"| {name} | {step:.1f} | {what} | {row['pairs']} | {share} | {more} |")
     return "\n".join(lines)
 
 

@@ -89,6 +89,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "plan": _of("plan", plan.report),
     "plan_public": _of("plan_public", plan_public.page),
     "post_training": _of("post_training", post_training.render),
+    "post_training_bf16": _of("post_training_bf16", post_training.render),
     "profiling": _of("profiling", profiling.page),
     "reshard": _of("reshard", reshard.page),
     "resume_flags": lambda: resume_flags.page(_lines("resume_flags.jsonl")),

@@ -17,9 +17,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from releases import in_words, versions
+from spread import spread
 
 from finetune.measure.processes import DEEPSPEED, TORCHRUN, started
 
@@ -88,15 +90,16 @@ class Bench:
             figures |= {"real_tokens_per_second": real / seconds, "padding_share": 1 - real / padded}
         return figures
 
-    def stock(self, launcher: list[str], *words: str) -> dict:
+    def stock(self, launcher: list[str], *words: str, threads: int | None = None) -> dict:
         result = self.scratch / f"stock{self.count}.json"
         self.count += 1
         model = ["--model", self.options.model, "--result", str(result)]
-        self._run([*launcher, "benchmarks/stock_seq_cls.py", *model, *words])
+        self._run([*launcher, "benchmarks/stock_seq_cls.py", *model, *words], threads)
         return json.loads(result.read_text())
 
-    def _run(self, command: list[str]) -> None:
-        env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    def _run(self, command: list[str], threads: int | None = None) -> None:
+        """`threads` of each rank; None for as many as the launcher gives."""
+        env = {**os.environ, "HF_HUB_OFFLINE": "1", **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
         done = subprocess.run(command, cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)}\n{done.stdout[-3000:]}")
@@ -133,46 +136,59 @@ class Bench:
         ):
             if name not in self.options.data:
                 continue
-            # The recipe reports its speed at each log, so the run must end with a log.
-            steps = WARMUP_STEPS * (1 + self.options.windows)
             whole_epoch = self.padding_of_an_epoch(file, limit, batch)
-            # Exactly one epoch, so that peers with different grouping by length still see the same samples.
-            subset = self.scratch / f"{len(result)}.tsv"
-            rows = Path(file).read_text().splitlines(keepends=True)[: steps * batch * self.options.ranks]
-            subset.write_text("".join(rows))
-            file = str(subset)
-            data = ["--train_file", file, "--max_length", str(limit), "--batch", str(batch), "--max_steps", str(steps)]
-            best = ["--padding", "dynamic", "--grouped", *(["--bf16"] if self.options.bf16 else [])]
-            flags = {"train_file": file, "max_seq_length": limit, "per_device_train_batch_size": batch}
-            flags |= {"validation_file": file, "max_steps": steps, "logging_steps": WARMUP_STEPS, "do_eval": False}
-            cells = {
-                "tutorial: fp32, padded, ZeRO-2 offload": lambda d=data: self.stock(
-                    self.launcher, *d, "--padding", "max", "--deepspeed", "zero2_offload"
-                ),
-                "stock Trainer at its best, ZeRO-2": lambda d=data, b=best: self.stock(
-                    self.launcher, *d, *b, "--deepspeed", "zero2"
-                ),
-                "ours, ZeRO-2": lambda f=flags: self.ours(self.launcher, **f),
-                "stock Trainer at its best, DDP": lambda d=data, b=best: self.stock(self.torchrun, *d, *b),
-                "ours, DDP": lambda f=flags: self.ours(self.torchrun, **f),
-            }
-            runs = {cell: [] for cell in cells}
+            cells = self._cells(Path(file), limit, batch)
+            runs: dict[str, list[dict]] = {cell: [] for cell in cells}
             for repeat in range(self.options.repeats):
-                for cell, run in cells.items():
-                    if repeat and cell.startswith("tutorial"):
-                        continue  # slow, and far behind: once is enough
+                turn = list(cells.items())
+                for cell, run in turn[:: -1 if repeat % 2 else 1]:
+                    if repeat and cell in ONCE:
+                        continue
                     runs[cell].append(run())
-                    print(
-                        name,
-                        "|",
-                        cell,
-                        "|",
-                        {k: round(v, 4) for k, v in runs[cell][-1].items() if k in SHOWN},
-                        flush=True,
-                    )
+                    shown = {key: round(runs[cell][-1][key], 4) for key in SHOWN}
+                    print(name, "|", cell, "|", shown, flush=True)
             figures = {cell: {key: [run[key] for run in found] for key in SHOWN} for cell, found in runs.items()}
-            result[name] = {"runs": figures, "padding of a whole epoch": whole_epoch}
+            result[name] = {"runs": figures, "padding of a whole epoch": whole_epoch, "threads": self.threads}
         return result
+
+    def _cells(self, file: Path, limit: int, batch: int) -> dict[str, Callable[[], dict]]:
+        """What runs in a turn, by name. All read the same rows, exactly one epoch of them, so that peers with different
+        grouping by length see the same samples."""
+        ranks, threads = self.options.ranks, self.threads
+        steps = WARMUP_STEPS * (1 + self.options.windows)  # the recipe reports its speed at each log: it ends with one
+        subset = self.scratch / f"{file.stem}-part.tsv"
+        subset.write_text("".join(file.read_text().splitlines(keepends=True)[: steps * batch * ranks]))
+        data = ["--train_file", str(subset), "--max_length", str(limit), "--batch", str(batch)]
+        best = [*data, "--padding", "dynamic", "--grouped", *(["--bf16"] if self.options.bf16 else [])]
+        flags = {"train_file": subset, "max_seq_length": limit, "per_device_train_batch_size": batch}
+        flags |= {"validation_file": subset, "logging_steps": WARMUP_STEPS, "do_eval": False}
+        long, short = steps * ranks, steps
+        alone = [sys.executable]
+        stock = {
+            "one process": lambda: self.stock(alone, *best, "--max_steps", str(long)),
+            "ZeRO-2": lambda: self.stock(
+                self.launcher, *best, "--max_steps", str(short), "--deepspeed", "zero2", threads=threads
+            ),
+            "DDP": lambda: self.stock(self.torchrun, *best, "--max_steps", str(short), threads=threads),
+        }
+        ours = {
+            "one process": lambda: self.ours(alone, **flags, max_steps=long),
+            "ZeRO-2": lambda: self.ours(self.launcher, **flags, max_steps=short),
+            "DDP": lambda: self.ours(self.torchrun, **flags, max_steps=short),
+        }
+        tutorial = ["--padding", "max", "--deepspeed", "zero2_offload", "--max_steps", str(short)]
+        cells = {TUTORIAL: lambda: self.stock(self.launcher, *data, *tutorial)}
+        for layout in LAYOUTS[ranks == 1 :]:  # torchrun's only rank is one process
+            cells |= {BEST.format(layout): stock[layout], f"ours, {layout}": ours[layout]}
+        compiled = ["--torch_compile", "--max_steps", str(long), "--warmup_steps_left_out", str(long // 2)]
+        if ranks > 1:
+            cells[COMPILED] = lambda: self.stock(alone, *best, *compiled)
+        return cells
+
+    @property
+    def threads(self) -> int:
+        """Of each of the plain Trainer's ranks, as the recipe sets them."""
+        return max(1, len(os.sched_getaffinity(0)) // self.options.ranks)
 
     def accuracy(self) -> dict:
         """Same hyperparameters, seeds and precision on one process; SST-2's test split, which neither is tuned on."""
@@ -211,11 +227,10 @@ class Bench:
         return peaks
 
 
-RATIOS = (
-    ("ours, ZeRO-2", "tutorial: fp32, padded, ZeRO-2 offload"),
-    ("ours, ZeRO-2", "stock Trainer at its best, ZeRO-2"),
-    ("ours, DDP", "stock Trainer at its best, DDP"),
-)
+TUTORIAL = "tutorial: fp32, padded, ZeRO-2 offload"
+BEST, COMPILED = "stock Trainer at its best, {}", "stock Trainer, one process, compiled"
+ONCE = (TUTORIAL, COMPILED)  # slow, and far behind: one run is enough
+LAYOUTS = ("one process", "ZeRO-2", "DDP")
 SHOWN = ("real_tokens_per_second", "padding_share")
 COMMAND = "python benchmarks/seq_cls.py --sst2 ../shared/data/sst2"  # for pages whose data has no command
 
@@ -285,30 +300,11 @@ def render(results: dict) -> str:
         "",
         "Speeds count real tokens, not padding, over the steps after the first three. They are medians of interleaved",
         "runs, with the range in parentheses. Each run is one epoch of the same rows, so all see the same samples.",
-        "In such a short epoch, the plain Trainer's grouping by length pads more than in a long one; the last two",
-        "ratios correct for that. Ratios within 5% of 1 count as equal. The plain Trainer keeps its launcher's number",
-        "of threads; with OMP_NUM_THREADS=1 it is no faster under ZeRO-2.",
+        "In such a short epoch, the plain Trainer's grouping by length pads more than in a long one; the ratios in the",
+        "last column correct for that. Ratios are taken within one round; those within 5% of 1 count as equal.",
     ]
     for name, found in results.get("speed", {}).items():
-        cells, whole_epoch = found["runs"], found["padding of a whole epoch"]
-        median = {cell: statistics.median(runs["real_tokens_per_second"]) for cell, runs in cells.items()}
-        lines += ["", f"## Speed: {name}", "", "| run | real tokens/s | padding |", "|---|---|---|"]
-        for cell, runs in cells.items():
-            speeds, padding = runs["real_tokens_per_second"], statistics.median(runs["padding_share"])
-            spread = f"{median[cell]:,.0f} ({min(speeds):,.0f} - {max(speeds):,.0f})"
-            lines.append(f"| {cell} | {spread} | {padding:.1%} |")
-        lines += ["", "| ratio of real tokens/s | value |", "|---|---|"]
-        lines += [f"| {one} / {two} | {median[one] / median[two]:.2f} |" for one, two in RATIOS]
-        pads = {cell: statistics.median(runs["padding_share"]) for cell, runs in cells.items()}
-        as_whole = {
-            cell: speed * (1 - whole_epoch["ours" if cell.startswith("ours") else "stock"]) / (1 - pads[cell])
-            for cell, speed in median.items()
-        }
-        for one, two in RATIOS[1:]:
-            ratio = as_whole[one] / as_whole[two]
-            lines.append(f"| {one} / {two}, with both padded as on the whole set | {ratio:.2f} |")
-        shares = ", ".join(f"{peer} {share:.1%}" for peer, share in whole_epoch.items())
-        lines += ["", f"Padding in an epoch over the whole set, with each one's own sampler: {shares}."]
+        lines += ["", f"## Speed: {name}", "", *_speed_tables(found)]
     if "accuracy" in results:
         lines += [
             "",
@@ -324,6 +320,39 @@ def render(results: dict) -> str:
         lines += ["", f"## Peak memory of each rank, GiB ({what})", "", "| config | peak by rank |", "|---|---|"]
         lines += [f"| {config} | {', '.join(map(str, peaks))} |" for config, peaks in results["memory"].items()]
     return "\n".join(lines) + "\n"
+
+
+def _speed_tables(found: dict) -> list[str]:
+    cells, whole, threads = found["runs"], found["padding of a whole epoch"], found.get("threads")
+    lines = ["| run | rounds | real tokens/s | padding |", "|---|---|---|---|"]
+    for cell, runs in cells.items():
+        speeds, padding = runs["real_tokens_per_second"], statistics.median(runs["padding_share"])
+        lines.append(f"| {cell} | {len(speeds)} | {_speed(speeds)} | {padding:.1%} |")
+    lines += ["", "| ratio of real tokens/s | measured | both padded as on the whole set |", "|---|---|---|"]
+    pairs = [(f"ours, {layout}", BEST.format(layout)) for layout in LAYOUTS]
+    for one, two in [("ours, ZeRO-2", TUTORIAL), *pairs]:
+        if one in cells and two in cells:
+            measured, padded = ratios(found, one, two)
+            whole_set = "" if two == TUTORIAL else spread(padded, 2)
+            lines.append(f"| {one} / {two} | {spread(measured, 2)} | {whole_set} |")
+    shares = ", ".join(f"{peer} {share:.1%}" for peer, share in whole.items())
+    said = "keep their launcher's number of threads" if threads is None else f"have {threads} thread(s) each, as ours"
+    return [*lines, "", f"Padding in an epoch over the whole set, with each one's own sampler: {shares}.",
+            f"The plain Trainer's ranks {said}."]  # fmt: skip
+
+
+def _speed(values: list[float]) -> str:
+    return f"{statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})"
+
+
+def ratios(found: dict, one: str, two: str) -> tuple[list[float], list[float]]:
+    """Ratios of real tokens per second within each round: as measured, and with both padded as on the whole set."""
+    cells, whole = found["runs"], found["padding of a whole epoch"]
+    speeds = [cells[cell]["real_tokens_per_second"] for cell in (one, two)]
+    pads = [statistics.median(cells[cell]["padding_share"]) for cell in (one, two)]
+    measured = [ours / theirs for ours, theirs in zip(*speeds, strict=False)]
+    factor = (1 - whole["ours"]) / (1 - pads[0]) * (1 - pads[1]) / (1 - whole["stock"])
+    return measured, [ratio * factor for ratio in measured]
 
 
 if __name__ == "__main__":

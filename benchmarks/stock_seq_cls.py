@@ -61,6 +61,7 @@ def main():
     parser.add_argument("--padding", choices=["max", "dynamic"], default="dynamic")
     parser.add_argument("--grouped", action="store_true")
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--torch_compile", action="store_true")
     parser.add_argument("--deepspeed", help="a shipped name")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--max_steps", type=int, default=-1)
@@ -88,6 +89,7 @@ def main():
         learning_rate=options.learning_rate,
         seed=options.seed,
         bf16=options.bf16,
+        torch_compile=options.torch_compile,
         use_cpu=not torch.cuda.is_available(),
         train_sampling_strategy="group_by_length" if options.grouped else "random",
         deepspeed=str(CONFIGS / f"{options.deepspeed}.json") if options.deepspeed else None,
