@@ -275,10 +275,11 @@ hashing and flushing run in the background), and other disks.
 KILLED = """
 ## Kills
 
-`python benchmarks/faults.py --async_save on --runs RUN --kills N --chains C` kills ranks and launchers by SIGKILL and
-resumes the run. A chain is one run folder that is killed and resumed up to N times; its end is compared with a run that
-was not killed and that saved synchronously. The data is in faults_async.jsonl. Saved steps are those in the newest
-complete checkpoint.
+`python benchmarks/faults.py --async_save on --aim writes --runs RUN --kills N --chains C` kills ranks and launchers by
+SIGKILL and resumes the run; without `--aim writes`, kills come at other moments too. A chain is one run folder that is
+killed and resumed up to N times; its end is compared with a run that was not killed and that saved synchronously. What
+a kill left behind tells whether it hit a write. Saved steps are those in the newest complete checkpoint. The data is in
+faults_async.jsonl.
 
 {kills}
 """

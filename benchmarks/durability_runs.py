@@ -142,7 +142,19 @@ VARIETIES = {
     "ddp_powersgd": classifier(2, ddp_comm_hook="powersgd", powersgd_rank=2),
     "ddp_onebit_adam": classifier(2, ddp_comm_hook="onebit_adam"),
 }
-RUNS = LAYOUTS | VARIETIES
+SMALL = {"max_train_samples": STEPS_PER_EPOCH * GLOBAL_BATCH}
+SHORT = {**SMALL, "max_seq_length": 24, "dropout": 0.1}
+TEXTS = {**SMALL, "max_source_length": 16, "max_target_length": 8, "dropout": 0.1, "deepspeed": "zero2"}
+LONGER = SHAPE.replace("max_position_embeddings=32", "max_position_embeddings=64")
+PAIRS = {**SMALL, "config_overrides": LONGER, "block_size": 64, "sample_tokens": 0, "deepspeed": "zero3"}
+TASKS = {
+    "token_cls": Run("token_cls", 2, {**SHORT, "fsdp": True}),
+    "question_answering": Run("question_answering", 1, {**SHORT, "max_seq_length": 40, "doc_stride": 8}),
+    "seq2seq": Run("seq2seq", 2, TEXTS),
+    "embedding": Run("embedding", 2, SHORT),
+    "preference": Run("preference", 2, PAIRS),
+}
+RUNS = LAYOUTS | VARIETIES | TASKS
 
 
 def launcher(ranks: int) -> list[str]:

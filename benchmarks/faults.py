@@ -12,6 +12,7 @@ cluster does. Everything is drawn from --seed. Writes a row for each kill and ea
 benchmarks/faults_stock.py does the same to the plain Trainer with DeepSpeed.
 
     python benchmarks/faults.py --async_save on --runs zero2 --chains 1    # checkpoints written in the background
+    python benchmarks/faults.py --async_save on --aim writes               # and each kill aimed at such a write
 """
 
 from __future__ import annotations
@@ -28,8 +29,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from durability_runs import REPO, RUNS, different_rows, different_weights, rows_of
-from killing import MOMENTS_OF_SAVES, OTHER_MOMENTS, VICTIMS, Kill, Launch, aimed, moments, new_steps, what_it_hit
+from durability_runs import REPO, RUNS, TASKS, different_rows, different_weights, rows_of
+from killing import (
+    MOMENTS_OF_SAVES,
+    OTHER_MOMENTS,
+    VICTIMS,
+    WRITE,
+    Kill,
+    Launch,
+    aimed,
+    aimed_at_write,
+    moments,
+    new_steps,
+    what_it_hit,
+)
 from releases import versions
 
 from finetune.training.checkpoints.manifest import checkpoints_in, problems
@@ -42,15 +55,17 @@ MORE_FLAGS = {"image_cls_pipeline": {"partition_method": "parameters"}}
 KILLS_PER_CHAIN = 6
 KILLED = ("plain", "ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "fsdp", "pipeline")
 KILLED += ("causal_lm", "causal_lm_packed", "image_cls", "image_cls_pipeline", "pipeline_2x2")
-KILLED += ("sequence", "experts", "experts_2x2")
+KILLED += ("sequence", "experts", "experts_2x2", *TASKS)
 writing = threading.Lock()
 
 
 class Chain:
     """One run in one folder, killed and launched again, and the record of each kill."""
 
-    def __init__(self, name: str, number: int, seed: int, home: Path, async_save: str = "off") -> None:
-        self.name, self.number, self.home, self.async_save = name, number, home, async_save
+    def __init__(
+        self, name: str, number: int, seed: int, home: Path, async_save: str = "off", aim: str = "mixed"
+    ) -> None:
+        self.name, self.number, self.home, self.async_save, self.aim = name, number, home, async_save, aim
         self.run, self.folder = RUNS[name], home / f"{name}-{number}"
         self.generator = random.Random(f"{seed} {name} {number}")
         self.struck: list[dict[str, Any]] = []
@@ -62,7 +77,11 @@ class Chain:
         for at in range(kills):
             launch, row = self.launch(), self.draw(at, kills)
             kill = Kill(row["moment"], row["victim"], self.generator.random(), self.generator.random())
-            struck_at = aimed(launch, kill, moments(launch, self.generator.randrange(2)))
+            to_pass = self.generator.randrange(2)
+            if kill.moment == WRITE:
+                struck_at = aimed_at_write(launch, kill, to_pass)
+            else:
+                struck_at = aimed(launch, kill, moments(launch, to_pass))
             ended = launch.end()
             self.hear(launch)
             if struck_at is None:  # it ended before the kill
@@ -82,7 +101,7 @@ class Chain:
         """Draw the next kill: every second one at a save, late ones perhaps at that of the final model."""
         late = at >= kills - 2
         fitting = [moment for moment in MOMENTS_OF_SAVES if late or moment != "final"]
-        moment = self.generator.choice(fitting if at % 2 else OTHER_MOMENTS)
+        moment = self.generator.choice(fitting if at % 2 else OTHER_MOMENTS) if self.aim == "mixed" else WRITE
         victim = self.generator.choice(VICTIMS if self.run.ranks > 1 else VICTIMS[1:2])
         return {"run": self.name, "chain": self.number, "kill": at, "moment": moment, "victim": victim}
 
@@ -179,7 +198,7 @@ def campaign(names: list[str], home: Path, options: argparse.Namespace) -> None:
     def one(of: tuple[str, int]) -> None:
         if time.monotonic() > end:
             return
-        chain = Chain(*of, options.seed, home, options.async_save)
+        chain = Chain(*of, options.seed, home, options.async_save, options.aim)
         rows = chain.rows(options.kills)
         shutil.rmtree(chain.folder, ignore_errors=True)
         with writing, options.out.open("a") as file:
@@ -204,7 +223,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
     lost = [row for row in kills if row.get("lost_steps")]
     equal = sum(not row["weights_apart"] for row in chains)
     seconds = [row["seconds_lost"] for row in kills if row.get("seconds_lost") is not None]
-    lines = [f"{len(kills)} kills, {sum(row['moment'] in MOMENTS_OF_SAVES for row in kills)} of them aimed at saves"]
+    aimed_at_saves = sum(row["moment"] in (*MOMENTS_OF_SAVES, WRITE) for row in kills)
+    lines = [f"{len(kills)} kills, {aimed_at_saves} of them aimed at saves"]
     hit = sum(str(row.get("hit")).startswith("save") for row in kills)
     lines += [f"judging by the files left behind, {hit} hit a save"]
     lines += [f"{resumed} resumed, {len(lost)} lost steps beyond the last durable save"]
@@ -226,6 +246,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=KILLS_PER_CHAIN, help="per chain")
     parser.add_argument("--seed", type=int, default=8)
     parser.add_argument("--async_save", default="off", choices=("off", "on"), help="of the runs that are killed")
+    parser.add_argument("--aim", default="mixed", choices=("mixed", "writes"), help="writes: every kill at a write")
     parser.add_argument("--out", type=Path, help="default: docs/results/faults.jsonl, or faults_async.jsonl beside it")
     options = parser.parse_args()
     options.out = options.out or (OUT if options.async_save == "off" else OUT.with_name("faults_async.jsonl"))

@@ -25,6 +25,7 @@ LATEST_END_SECONDS = 60.0  # how long the remaining ranks may take to end once o
 LONGEST_SECONDS = 300.0
 MOMENTS_OF_SAVES = ("save", "save", "save", "rename", "rotation", "final")
 OTHER_MOMENTS = ("start", "training", "training", "training")
+WRITE = "write"  # while a checkpoint is being written: aimed at with `aimed_at_write`
 VICTIMS = ("one rank", "all ranks", "launcher")
 
 
@@ -80,8 +81,8 @@ class Launch:
             self._ranks = [found[rank] for rank in sorted(found)]
         return self._ranks
 
-    def strike(self, kill: Kill) -> float:
-        """Kill by SIGKILL, and return the time."""
+    def strike(self, kill: Kill, within: float = LAUNCHER_SECONDS) -> float:
+        """Kill by SIGKILL, and return the time. Ranks outlive a launcher that is killed by `within` seconds at most."""
         ranks = self.ranks()
         self.was_struck, struck_at = True, time.time()
         self.seen = sorted(os.listdir(self.folder)) if self.folder.is_dir() else []
@@ -89,7 +90,7 @@ class Launch:
             _kill([ranks[int(kill.which * len(ranks))]])
         elif kill.victim == "launcher" and self.wanted > 1:
             self.process.kill()
-            time.sleep(kill.which * LAUNCHER_SECONDS)
+            time.sleep(kill.which * min(within, LAUNCHER_SECONDS))
             _kill(ranks)
         else:
             _kill(ranks)
@@ -141,6 +142,26 @@ def aimed(launch: Launch, kill: Kill, has_begun: dict[str, Callable[[], bool]]) 
     launch.ranks()
     time.sleep(kill.when * spans.get(kill.moment, LOOK_SECONDS))
     return None if launch.has_ended() else launch.strike(kill)
+
+
+def aimed_at_write(launch: Launch, kill: Kill, saves_to_pass: int) -> float | None:
+    """Strike while a checkpoint is being written, at a random moment of the time that the one before took. One that is
+    finished sooner is let pass. None if the launch ended first."""
+    span, end = SAVE_SECONDS, time.time() + LONGEST_SECONDS
+    trains = moments(launch, 0)["training"]
+    while not launch.has_ended() and time.time() < end:
+        time.sleep(LOOK_SECONDS)
+        outer = next(launch.folder.glob("unfinished-checkpoint-*"), None) if trains() else None
+        if outer is None:
+            continue
+        begun = time.time()
+        launch.ranks()
+        while outer.is_dir() and not launch.has_ended():
+            if saves_to_pass <= 0 and time.time() >= begun + kill.when * span:
+                return launch.strike(kill, (1 - kill.when) * span)
+            time.sleep(LOOK_SECONDS)
+        span, saves_to_pass = time.time() - begun, saves_to_pass - 1
+    return None
 
 
 def moments(launch: Launch, saves_to_pass: int) -> dict[str, Callable[[], bool]]:

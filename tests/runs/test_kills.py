@@ -38,7 +38,8 @@ def test_a_run_that_is_killed_again_and_again_loses_nothing(name: str, kills: in
 def test_so_does_one_whose_checkpoints_are_written_beside_the_training(
     name: str, kills: int, seed: int, tmp_path: Path
 ) -> None:
-    *struck, closing = Chain(name, 0, seed, tmp_path, async_save="on").rows(kills)
+    *struck, closing = Chain(name, 0, seed, tmp_path, async_save="on", aim="writes").rows(kills)
+    assert any(row["hit"].startswith("save") for row in struck), struck
     assert [row["resumed"] for row in struck] == [True] * kills, struck
     assert [row["lost_steps"] for row in struck] == [0] * kills, struck
     assert [row["newest_is_whole"] for row in struck] == [True] * kills, struck
