@@ -1,6 +1,6 @@
 r"""How long a save stalls training: synchronous, asynchronous, and as the stock libraries save, interleaved.
 
-    python benchmarks/async_save.py                      # 7, 31 and 69 M parameters, 1 rank and 2 under ZeRO-2
+    python benchmarks/async_save.py                      # 7 to 98 M parameters, 1 rank and 2 under ZeRO-2
     python benchmarks/async_save.py --sizes 4x256 --repeats 7
     python benchmarks/async_save.py --gpu --sizes 12x768    # one rank on a GPU: async_save_gpu.json
 
@@ -11,8 +11,9 @@ states (one rank). `memcpy` copies as many bytes as the async save copied on the
 already allocated; on a GPU, from the device into pinned memory.
 `step_during` is the time of a step after an async save, while the checkpoint is being written. `step_alone` is the time
 of a step just before that save. `complete after` is the time from the return of the async save until its checkpoint is
-complete. Writes docs/results/async_save.json and its page. Each ratio is taken within one round, because other work on
-the machine slows a whole round down equally. For meaningful absolute times, run it on a quiet machine.
+complete. Each ratio is taken within one round, because other work on the machine slows a whole round down equally. For
+meaningful absolute times, run it on a quiet machine. Writes docs/results/async_save.json and its page after each
+combination of size and layout, and leaves out those that are there already, of the same releases (--again: does not).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from finetune.host.hardware import gpu_names
 
 OUT = REPO / "docs" / "results" / "async_save.json"
 KILLS = OUT.with_name("faults_async.jsonl")
-SIZES = ("4x256", "6x512", "8x768")  # layers x hidden size
+SIZES = ("4x256", "6x512", "8x768", "12x768")  # layers x hidden size
 LAYOUTS = {"plain": (1, None), "zero2": (2, "zero2")}
 REPEATS, STEPS = 5, 3
 BATCH = 2  # samples of 128 tokens per rank: a write then lasts for several steps
@@ -192,7 +193,8 @@ def measure(options: argparse.Namespace) -> None:
     turns = [rank.turn(number) for number in range(options.repeats + 1)][1:]  # the first allocates memory and files
     if rank.ours.is_world_process_zero():
         count = sum(p.numel() for p in rank.ours.model.parameters())
-        rows = [{"parameters": count, "layout": layout, "turn": at, **turn} for at, turn in enumerate(turns)]
+        what = {"size": size, "parameters": count, "layout": layout}
+        rows = [{**what, "turn": at, **turn} for at, turn in enumerate(turns)]
         options.rows.write_text(json.dumps(rows))
     rank.beside.close()
 
@@ -305,6 +307,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=list(SIZES))
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--gpu", action="store_true", help="one rank, with model and optimizer on the GPU")
+    parser.add_argument("--again", action="store_true", help="measure what the file has already")
     parser.add_argument("--out", type=Path, help="file; default: in docs/results")
     parser.add_argument(
         "--folder", type=Path, help="a folder on the disk to measure (default: the one for temporary files)"
@@ -316,20 +319,25 @@ def main() -> None:
         measure(options)
         return
     out = options.out or (OUT.with_name("async_save_gpu.json") if options.gpu else OUT)
-    rows = []
+    found = json.loads(out.read_text()) if out.is_file() else {}
+    rows = found["rows"] if found.get("versions") == versions() else []
     for size in options.sizes:
         for layout, (ranks, _) in (ON_GPU if options.gpu else LAYOUTS).items():
+            others = [row for row in rows if (row["size"], row["layout"]) != (size, layout)]
+            if len(others) < len(rows) and not options.again:
+                continue
             with tempfile.TemporaryDirectory(dir=options.folder) as name:
                 words = ["--part", size, layout, "--folder", name, "--rows", f"{name}/rows.json"]
                 words += ["--repeats", str(options.repeats), *(["--gpu"] if options.gpu else [])]
                 command = [*launcher(ranks), __file__, *words]
                 subprocess.run(command, check=True, env=environment(Path(name) / "cache"), stdout=sys.stderr)
-                rows += json.loads(Path(name, "rows.json").read_text())
+                rows = others + json.loads(Path(name, "rows.json").read_text())
             print(f"{size} {layout}", flush=True)
+            rows.sort(key=lambda row: (row["parameters"], row["layout"], row["turn"]))
             found = {"versions": versions(), "repeats": options.repeats, "rows": rows}
             found |= {"machine": gpu_names()[0]} if options.gpu else {}
             out.write_text(json.dumps(found, indent=1) + "\n")
-    out.with_suffix(".md").write_text(render(found))
+            out.with_suffix(".md").write_text(render(found))
 
 
 if __name__ == "__main__":

@@ -125,6 +125,8 @@ def uncut(folder: Path) -> None:
     for ranks in (2, 1):
         some = [run for run in [*wanted, (1, "zero1", "fp32"), (1, "zero2", "bf16")] if run[0] == ranks]
         left = [run for run in some if not (folder / name_of(*run) / "README.md").is_file()]
+        for run in left:
+            shutil.rmtree(folder / name_of(*run), ignore_errors=True)
         launch(ranks, [words(folder / name_of(*run), *run, {}) for run in left])
 
 

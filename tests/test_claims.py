@@ -262,7 +262,7 @@ def saves_beside() -> Iterator[tuple[str, str]]:
     turns = json.loads((RESULTS / "async_save.json").read_text())["rows"]
 
     def of(layout: str) -> tuple[float, float, float]:
-        own = [row for row in turns if row["layout"] == layout]
+        own = [row for row in turns if (row["size"], row["layout"]) == ("6x512", layout)]
         medians = (statistics.median(row[name] for row in own) for name in ("written_after", "sync"))
         return (own[0]["copied_bytes"] / 2**20, *medians)
 
