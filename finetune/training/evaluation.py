@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -50,6 +50,16 @@ class EvaluatingMixin(EvaluatesOnce, AnyTrainer):
     """A part of FinetuneMixin, whose `__init__` sets the attributes used here."""
 
     looped: Any = None  # the output of an evaluation loop, until `evaluate` returns
+    loaders: Mapping[str, tuple[Any, Any]] = {}  # by the name of an evaluation set: the set, and its loader
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Like the Trainer's, but one for all evaluations of a set: accelerate keeps every loader that it has prepared,
+        with its copy of the set (1.15, accelerator.py, prepare_data_loader)."""
+        name = eval_dataset if isinstance(eval_dataset, str) else ""
+        rows = self.eval_dataset if eval_dataset is None else self.eval_dataset[name] if name else eval_dataset
+        if name not in self.loaders or self.loaders[name][0] is not rows:
+            self.loaders = {**self.loaders, name: (rows, super().get_eval_dataloader(eval_dataset))}
+        return self.loaders[name][1]
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Like the Trainer's, but it leaves the random states of training unchanged."""

@@ -113,6 +113,19 @@ def test_several_evaluation_sets_are_evaluated_each(tmp_path: Path) -> None:
     assert trainer.evaluated is None, "neither is the run's last"
 
 
+def test_evaluations_of_a_set_share_a_loader(tmp_path: Path) -> None:
+    rows = [{"input_ids": [1, 2], "labels": [1, 2]}] * 2
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    trainer = FinetuneTrainer(model=t5(), args=args, train_dataset=rows, eval_dataset={"a": rows, "b": rows[:1]})
+    loaders = {name: trainer.get_eval_dataloader(name) for name in ("a", "b")}
+    assert [len(loader.dataset) for loader in loaders.values()] == [2, 1]
+    assert all(trainer.get_eval_dataloader(name) is loader for name, loader in loaders.items())
+    other = trainer.get_eval_dataloader(rows[:1])
+    assert trainer.get_eval_dataloader(rows[:1]) is not other, "another set"
+    trainer.eval_dataset = rows
+    assert trainer.get_eval_dataloader() is trainer.get_eval_dataloader(rows)
+
+
 def t5() -> Any:
     sizes = {"d_model": 8, "d_ff": 8, "d_kv": 4, "num_layers": 1, "num_heads": 2, "vocab_size": 9}
     return T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, **sizes))

@@ -207,6 +207,13 @@ PUBLIC = (
     _public(MIXIN, "get_train_dataloader", "self", "_inner_training_loop", "workers outlive a SIGTERM"),
     _public(
         EVALUATION,
+        "get_eval_dataloader",
+        "self, eval_dataset=",
+        "evaluate",
+        "accelerate keeps every loader that it has prepared, with its data set",
+    ),
+    _public(
+        EVALUATION,
         "evaluate",
         "self, eval_dataset=, ignore_keys=, metric_key_prefix=",
         "_evaluate",
