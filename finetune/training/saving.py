@@ -21,6 +21,7 @@ from finetune.run.files import GENERATION_CONFIG, LABELS, STATE_FILE
 from finetune.training.checkpoints.final import best_to_load, open_final, save_final
 from finetune.training.checkpoints.writing import outer_of
 from finetune.training.expert_parallel import whole_shapes
+from finetune.training.fsdp import keep_class, named_weights
 from finetune.training.hub import open_repo
 from finetune.training.reshard.resuming import load_best
 from finetune.training.resuming import ended_early, restore_callbacks
@@ -34,6 +35,11 @@ else:
 
 class SavingMixin(AnyTrainer):
     """A part of FinetuneMixin, whose `__init__` sets the attributes used here."""
+
+    @property
+    def bare_model(self) -> Any:
+        """Without the wrappers of DDP, DeepSpeed and torch.compile."""
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         if self.is_world_process_zero():
@@ -49,19 +55,21 @@ class SavingMixin(AnyTrainer):
         run_folder = Path(self.args.output_dir)
         if output_dir is None or Path(output_dir) == run_folder:
             records = save_final(run_folder, self._write_model)
-            open_final(run_folder, records, trained_shapes(self.accelerator.unwrap_model(self.model)))
+            open_final(run_folder, records, trained_shapes(self.bare_model))
             return
-        with own_names(self.accelerator.unwrap_model(self.model)):
+        with own_names(self.bare_model):
             self._write_model(Path(output_dir))
         if self.comm_hook and _internal_call and not self.args.save_only_model:
             self.comm_hook.save(Path(output_dir))  # a checkpoint
 
     def _write_model(self, folder: Path) -> None:
+        if self.is_fsdp_enabled:
+            keep_class(self.bare_model)
         super().save_model(str(folder), _internal_call=True)
         if self.args.should_save and (folder / TRAINING_ARGS_NAME).is_file():
             write_arguments(folder, self.args)
         if self.args.should_save:
-            model = self.accelerator.unwrap_model(self.model)
+            model = self.bare_model
             labels = labels_of(model)
             if labels is not None:
                 write_json(folder / LABELS, labels)
@@ -78,14 +86,13 @@ class SavingMixin(AnyTrainer):
         (1.15, accelerator.py, get_state_dict), so the copies no longer show that they are tied."""
         if state_dict is not None:
             state_dict = self.expert_parallel.whole(state_dict) if self.expert_parallel else state_dict
-            model = self.accelerator.unwrap_model(self.model)
-            once, named = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
+            once, named = named_weights(self.bare_model), named_weights(self.bare_model, every=True)
             state_dict = {name: weight for name, weight in state_dict.items() if name in once or name not in named}
         writer = self.saves.beside.writer
         if writer is None or output_dir is None or not self.args.should_save:
             super()._save(output_dir, state_dict)
             return
-        weights = self.accelerator.unwrap_model(self.model).state_dict() if state_dict is None else state_dict
+        weights = self.bare_model.state_dict() if state_dict is None else state_dict
         write, given = super()._save, state_dict
         writer.keep_model(Path(output_dir), weights, lambda whole: write(output_dir, given if whole else {}))
 
@@ -111,7 +118,7 @@ class SavingMixin(AnyTrainer):
         if self.reshard and self.reshard.moves:
             return
         if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
-            refuse_other_names(Path(resume_from_checkpoint), self.accelerator.unwrap_model(self.model))
+            refuse_other_names(Path(resume_from_checkpoint), self.bare_model)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
@@ -193,7 +200,7 @@ def refuse_other_names(checkpoint: Path, model: Any) -> None:
 def trained_shapes(model: Any) -> dict[str, list[int]]:
     """The shapes of the weights that a saved model must have, by their names in the file; for an adapter, only its own.
     Empty under FSDP version 1, which flattens weights."""
-    named = dict(model.named_parameters(remove_duplicate=False))
+    named = named_weights(model, every=True)
     if any("_fsdp_wrapped_module" in name or "_flat_param" in name for name in named):
         return {}
     names = Counter(map(id, named.values()))  # the file has any one of the names of tied weights

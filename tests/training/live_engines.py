@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from test_reshard import KEYS, SHAPES, portable, whole_tensors
 from torch import distributed, nn
 
+from finetune.errors import RequestError
 from finetune.training.reshard.loading import load_everything
 from finetune.training.reshard.portable import WEIGHT, Portable
 from finetune.training.reshard.zero_shards import read_zero
@@ -140,6 +142,22 @@ def overflow(folder: Path) -> dict[str, Any]:
     }
 
 
+def cannot_read(is_last: bool) -> str:
+    """What all ranks raise if the last one cannot read a state."""
+    source = portable()
+
+    def read(name: str, key: str) -> torch.Tensor:
+        if is_last and (name, key) == ("b.bias", "exp_avg"):
+            raise RequestError("b.bias is gone")
+        return source.read(name, key)
+
+    try:
+        loaded(ENGINES["zero3"], replace(source, read=read))
+    except RequestError as error:
+        return str(error)
+    return "nothing"
+
+
 def main() -> None:
     folder, rank, ranks = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     logging.disable(logging.WARNING)
@@ -148,6 +166,7 @@ def main() -> None:
     # DeepSpeed refuses fp16 on CPUs without instructions for it, but torch emulates it.
     get_accelerator().is_fp16_supported = lambda: True
     found = {name: look(config) for name, config in ENGINES.items()} | {"overflow": overflow(folder)}
+    found["cannot read"] = cannot_read(rank == ranks - 1)
     print("\n" + json.dumps(found), flush=True)
     distributed.barrier()
     distributed.destroy_process_group()

@@ -49,6 +49,10 @@ def test_an_engine_holds_every_weight_and_state_to_the_bit(engine: str, ranks: l
         assert found["steps after one more"] == [STEPS + 1]
 
 
+def test_a_state_that_one_rank_cannot_read_ends_all(ranks: list[dict[str, Any]]) -> None:
+    assert [found["cannot read"] for found in ranks] == ["b.bias is gone"] * len(ranks)
+
+
 def test_a_scale_that_overflows_have_lowered_goes_along(ranks: list[dict[str, Any]]) -> None:
     for found in (rank["overflow"] for rank in ranks):
         scale, _, last = found["of"]

@@ -11,7 +11,8 @@ import torch
 from torch import distributed
 
 from finetune.errors import RequestError
-from finetune.training.checkpoints.writing import leads
+from finetune.training.checkpoints.writing import leads, together
+from finetune.training.fsdp import clean, named_weights
 from finetune.training.reshard.portable import COUNTERS, WEIGHT, Portable
 from finetune.training.resuming import innermost
 
@@ -28,8 +29,9 @@ def load_everything(trainer: Any, portable: Portable) -> None:
     """Load weights, buffers and optimizer states. All ranks must call it. Raises RequestError, the same on all, if the
     optimizer is grouped otherwise than the checkpoint's.
 
-    Every rank reads each weight, and takes its part. DeepSpeed's `safe_set_*` functions put it in place; they do not
-    cover the step counts, the groups' settings, the loss scale, and states that do not exist yet.
+    Every rank reads each weight, and takes its part; what one cannot read ends all. DeepSpeed's `safe_set_*` functions
+    put it in place; they do not cover the step counts, the groups' settings, the loss scale, and states that do not
+    exist yet.
     """
     engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
     outer = engine.optimizer if engine else trainer.optimizer
@@ -51,17 +53,20 @@ def load_everything(trainer: Any, portable: Portable) -> None:
 
 
 def _put_all(model: Any, portable: Portable, keys: tuple[str, ...], put: Put) -> None:
-    named = dict(model.named_parameters())
+    def read(name: str, key: str) -> torch.Tensor:
+        return together(lambda: portable.read(name, key))
+
+    named = named_weights(model)
     if missing := sorted(set(portable.shapes) - set(named)):
         raise RequestError(f"--resume: this run's model has no weight {missing[0]}, which the checkpoint has.")
     for name, weight in _told([(name, named[name]) for name in portable.shapes]):
-        whole = portable.read(name, WEIGHT)
+        whole = read(name, WEIGHT)
         if whole.shape != (own := tuple(getattr(weight, "ds_shape", weight.shape))):
             raise RequestError(f"--resume: {name} is {tuple(whole.shape)} in the checkpoint, but {own} in this model.")
         with gathered(weight), torch.no_grad():
             weight.copy_(like(weight, whole))
         for key in keys:
-            put(name, weight, key, whole if key == WEIGHT else portable.read(name, key))
+            put(name, weight, key, whole if key == WEIGHT else read(name, key))
     put_buffers(model, portable.buffers)
 
 
@@ -75,7 +80,7 @@ def _told(weights: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def put_buffers(model: Any, buffers: Mapping[str, torch.Tensor]) -> None:
-    for name, buffer in model.named_buffers():
+    for name, buffer in clean(dict(model.named_buffers())).items():
         if name in buffers:
             buffer.copy_(buffers[name])
 
@@ -98,7 +103,7 @@ def like(weight: Any, whole: torch.Tensor) -> torch.Tensor:
 def _put_in_optimizer(outer: Any, optimizer: Any, model: Any) -> Put:
     """For an optimizer whose every weight has states of its own; in bf16 and fp16 `outer` has fp32 copies of the
     weights, which own them (deepspeed/runtime/fp16/unfused_optimizer.py)."""
-    name_of = {id(weight): name for name, weight in model.named_parameters()}
+    name_of = {id(weight): name for name, weight in named_weights(model).items()}
     own = [group["params"] for group in optimizer.param_groups]
     halves = getattr(outer, "fp16_groups", own)
     pairs = (pair for weights, owners in zip(halves, own, strict=True) for pair in zip(weights, owners, strict=True))

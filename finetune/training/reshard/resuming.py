@@ -17,6 +17,7 @@ from finetune.run.files import STATE_FILE
 from finetune.run.launch import accelerate_uses_fsdp
 from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.writing import leads, together
+from finetune.training.fsdp import clean, named_weights
 from finetune.training.reshard.expert_shards import fit_schedule, regrouped
 from finetune.training.reshard.links import Links
 from finetune.training.reshard.loading import load_everything, load_weights
@@ -38,7 +39,7 @@ class Reshard(TrainerCallback):
     def __init__(self, trainer: Any, checkpoint: Path) -> None:
         self.trainer, self.folder, self.checkpoint = trainer, checkpoint, checkpoint
         self.portable: Portable | None = None
-        here, written = here_of(trainer), sharding_of(checkpoint)
+        here, written = here_of(trainer), together(lambda: sharding_of(checkpoint))
         self.links = Links(checkpoint, Path(trainer.args.output_dir), here.ranks)
         together(self._clear)
         stands = can_load_as_it_stands(written, here)
@@ -86,7 +87,8 @@ class Reshard(TrainerCallback):
             )
         load_everything(trainer, trainer.expert_parallel.as_here(portable) if trainer.expert_parallel else portable)
         if not by_engine:
-            schedule = fit_schedule(load_pickle(self.folder / SCHEDULE), len(innermost(trainer.optimizer).param_groups))
+            own = together(lambda: load_pickle(self.folder / SCHEDULE))
+            schedule = fit_schedule(own, len(innermost(trainer.optimizer).param_groups))
         trainer.lr_scheduler.load_state_dict(schedule)
         if leads():
             print(f"resume: moved in {time.monotonic() - start:.1f} s", flush=True)
@@ -120,10 +122,11 @@ def load_best(trainer: Any, checkpoint: Path) -> bool:
     is_found = not shards and any(next(checkpoint.glob(f"{name}*.safetensors"), None) for name in WEIGHT_FILES)
     if is_found or trainer.args.save_only_model or not checkpoint.is_dir():
         return False
-    written = sharding_of(checkpoint)
+    written = together(lambda: sharding_of(checkpoint))
     if can_load_as_it_stands(written, here_of(trainer)):
         return False
-    portable = read_any(checkpoint, written, names_of(trainer))
+    names = names_of(trainer)
+    portable = together(lambda: read_any(checkpoint, written, names))
     load_weights(trainer.model, trainer.expert_parallel.as_here(portable) if trainer.expert_parallel else portable)
     return True
 
@@ -151,15 +154,15 @@ def here_of(trainer: Any) -> Sharding:
 def names_of(trainer: Any) -> Names:
     """The weights' names, grouped as `Trainer.create_optimizer` will group them."""
     model = trainer.model
-    decayed = set(trainer.get_decay_parameter_names(model))
-    decays = {name: name in decayed for name, p in model.named_parameters() if p.requires_grad}
+    decayed = clean(dict.fromkeys(trainer.get_decay_parameter_names(model)))
+    decays = {name: name in decayed for name, p in named_weights(model).items() if p.requires_grad}
     if trainer.expert_parallel:  # its engine renames them
         decays = {name: decays[parts[0]] for name, parts in whole_names(list(decays)).items()}
     choice = trainer.optimizer_cls_and_kwargs or Trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
     groups = groups_of(choice, decays, trainer.args.weight_decay)
-    first = {id(p): name for name, p in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    others = {name: first[id(p)] for name, p in every if first[id(p)] != name} | names_in_adapter(model)
+    first = {id(p): name for name, p in named_weights(model).items()}
+    every = named_weights(model, every=True)
+    others = {name: first[id(p)] for name, p in every.items() if first[id(p)] != name} | names_in_adapter(model)
     return Names(groups, others, trainer.expert_parallel.split_names(groups) if trainer.expert_parallel else None)
 
 
@@ -169,7 +172,7 @@ def names_in_adapter(model: Any) -> dict[str, str]:
         return {}
     from peft import get_peft_model_state_dict
 
-    stand_ins = {name: torch.empty(0, device="meta") for name, _ in model.named_parameters(remove_duplicate=False)}
+    stand_ins = {name: torch.empty(0, device="meta") for name in named_weights(model, every=True)}
     name_of = {id(stand_in): name for name, stand_in in stand_ins.items()}
     saved = get_peft_model_state_dict(model, stand_ins, save_embedding_layers=False)
     return {in_file: name_of[id(stand_in)] for in_file, stand_in in saved.items()}
