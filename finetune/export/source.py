@@ -7,7 +7,6 @@ from pathlib import Path
 
 from finetune.errors import RequestError
 from finetune.export.weights import (
-    SWAPPED,
     Weight,
     ZeroShards,
     has_zero_shards,
@@ -75,9 +74,6 @@ def _weights(folder: Path, plain: dict[str, Weight], is_adapter: bool) -> tuple[
     if tag is not None and has_zero_shards(tag):
         shards = read_zero_shards(tag)
         return f"DeepSpeed ZeRO-{shards.stage} over {shards.ranks} rank(s)", *_by_names_of(plain, shards, is_adapter)
-    if plain and tag is not None and (tag / SWAPPED).is_dir():
-        note = "The fp32 weights are in NVMe offload's swap files, which cannot be read: the safetensors are used."
-        return "DeepSpeed ZeRO-3 with NVMe offload", plain, [note]
     if plain:
         return ("DeepSpeed without ZeRO" if tag else "one process, DDP or FSDP, saved unsharded"), plain, []
     if (folder / SHARDED / ".metadata").is_file():

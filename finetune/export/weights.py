@@ -28,7 +28,6 @@ DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-SWAPPED = "offloaded_tensors"
 WEIGHTS_ARE_SHARDED = 3  # the ZeRO stage
 
 
@@ -117,8 +116,7 @@ class ZeroShards:
 
 
 def has_zero_shards(folder: Path) -> bool:
-    """False if NVMe offload left the weights in swap files, which do not record what they hold."""
-    return not (folder / SWAPPED).is_dir() and any(folder.glob("*zero_pp_rank_*_optim_states.pt"))
+    return any(folder.glob("*zero_pp_rank_*_optim_states.pt"))
 
 
 def read_zero_shards(folder: Path) -> ZeroShards:

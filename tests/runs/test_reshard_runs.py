@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Finished, launch
+from conftest import REPO, Finished, launch
 
 from finetune.training.checkpoints.manifest import problems
 
@@ -182,6 +182,26 @@ def test_one_rank_goes_on_as_four(to: str, tmp_path: Path) -> None:
     more = (("per_device_train_batch_size", MICRO_BATCH),)
     run = run_all(4, [Plan(tmp_path / "four", to, first(alone), more)])["four"]
     assert deviation(run, alone, FIRST) < SAME
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("built_async_io")
+def test_states_on_nvme_go_on_in_memory_as_if_not_cut(tmp_path: Path) -> None:
+    config = json.loads((REPO / "ds_configs" / "zero3_nvme.json").read_text())
+    config["zero_optimization"]["offload_param"]["buffer_size"] = 2_000_000  # elements, pinned by each rank
+    for what in ("optimizer", "param"):
+        config["zero_optimization"][f"offload_{what}"]["nvme_path"] = str(tmp_path / "disk")
+    (tmp_path / "nvme.json").write_text(json.dumps(config))
+    # Smaller weights than 1 MiB on a rank are not swapped out.
+    sizes = "num_hidden_layers=2,hidden_size=192,num_attention_heads=2,max_position_embeddings=64"
+    more = (("config_overrides", sizes), ("max_train_samples", 60))
+    uncut = Plan(tmp_path / "uncut", str(tmp_path / "nvme.json"), None, more).run(2)
+    swapped = [path.name for path in first(uncut).glob("global_step*/offloaded_tensors/rank01/*.swp")]
+    assert len(swapped) == 3, swapped  # of the weights that decay; biases and norms are too small
+    for ranks, to in ((1, "zero2"), (2, "zero3")):
+        run = Plan(tmp_path / to, to, first(uncut), more).run(ranks)
+        assert deviation(run, uncut, FIRST) < SAME
+        assert_moved(run, f"checkpoint-{FIRST}")
 
 
 def test_bf16_goes_on_within_its_own_noise(tmp_path: Path) -> None:

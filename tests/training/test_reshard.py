@@ -92,8 +92,18 @@ def write_first_stages(folder: Path, ranks: int, stage: int = 2) -> None:
         torch.save({"optimizer_state_dict": optimizer}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
 
 
-def write_third_stage(folder: Path, ranks: int) -> None:
-    """ZeRO-3: of every weight an equal part a rank, filled up at the last."""
+def swapped_out(flat: torch.Tensor, folder: Path, name: str) -> torch.Tensor:
+    """What NVMe offload keeps of it: a file that is longer, and an empty tensor with the file's name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.tensor.swp").write_bytes(torch.nn.functional.pad(flat, (0, 3), value=9.0).numpy().tobytes())
+    left = torch.empty(0)
+    left.ds_id = name  # type: ignore[attr-defined]
+    return left
+
+
+def write_third_stage(folder: Path, ranks: int, swaps: bool = False) -> None:
+    """ZeRO-3: of every weight an equal part a rank, filled up at the last. With `swaps`, the first group is on NVMe
+    (the second one is too small for that)."""
     folder.mkdir(parents=True)
     tensors = whole_tensors()
     for rank in range(ranks):
@@ -107,6 +117,9 @@ def write_third_stage(folder: Path, ranks: int) -> None:
                     size = math.ceil(len(flat) / ranks)
                     own.append(torch.nn.functional.pad(flat, (0, size * ranks - len(flat)))[rank * size :][:size])
                 parts[key].append(torch.cat(own))
+            if swaps:
+                name = "4_11" if key == "fp32" else f"{key}-4_11"
+                parts[key][0] = swapped_out(parts[key][0], folder / "offloaded_tensors" / f"rank{rank:02d}", name)
         optimizer = {
             "optimizer_state_dict": states_of(parts),
             "fp32_flat_groups": parts["fp32"],
@@ -135,6 +148,36 @@ def test_weights_and_states_are_put_together_from_the_shards_of_any_number_of_ra
     folder = tmp_path / "global_step7"
     write_first_stages(folder, ranks) if stage == 2 else write_third_stage(folder, ranks)
     assert_whole(read_zero(folder))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_states_on_nvme_are_read_from_the_swap_files(ranks: int, tmp_path: Path) -> None:
+    write_third_stage(tmp_path / "global_step7", ranks, swaps=True)
+    assert_whole(read_zero(tmp_path / "global_step7"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("../../../secret", r"'\.\./\.\./\.\./secret' is not the name of a swap file"),
+        ("4_12", "there is no such file"),
+        ("5_11", "is a link that leads out of"),
+        ("6_11", r"do not hold all of fp32 of b\.weight"),
+    ],
+    ids=["a path", "missing", "a link", "too short"],
+)
+def test_no_other_file_is_read_as_a_swap_file(name: str, message: str, tmp_path: Path) -> None:
+    folder = tmp_path / "global_step7"
+    write_third_stage(folder, 1, swaps=True)
+    (tmp_path / "secret.tensor.swp").write_bytes(bytes(400))
+    (folder / "offloaded_tensors" / "rank00" / "5_11.tensor.swp").symlink_to(tmp_path / "secret.tensor.swp")
+    (folder / "offloaded_tensors" / "rank00" / "6_11.tensor.swp").write_bytes(bytes(20))
+    path = folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    content = torch.load(path, weights_only=False)
+    content["optimizer_state_dict"]["fp32_flat_groups"][0].ds_id = name
+    torch.save(content, path)
+    with pytest.raises(RequestError, match=message):
+        read_zero(folder).read("b.weight", "fp32")
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -373,6 +416,7 @@ ZERO = Sharding("deepspeed", 2, 2)
         pytest.param(Sharding("fsdp", 2), Sharding("fsdp", 4), True, id="torch reshards FSDP"),
         pytest.param(Sharding("fsdp", 2), ZERO, False, id="FSDP"),
         pytest.param(ZERO, Sharding("fsdp", 2), False, id="to FSDP"),
+        pytest.param(Sharding("deepspeed", 2, 3, "nvme"), ZERO, False, id="from NVMe"),
     ],
 )
 def test_only_what_the_engine_cannot_load_is_moved(written: Sharding, here: Sharding, stands: bool) -> None:
@@ -380,13 +424,14 @@ def test_only_what_the_engine_cannot_load_is_moved(written: Sharding, here: Shar
 
 
 @pytest.mark.parametrize(
-    ("written", "here", "message"),
+    ("written", "here"),
     [
-        pytest.param(Sharding("deepspeed", 2, 3, "nvme"), ZERO, "States on NVMe can only be resumed", id="NVMe"),
+        pytest.param(Sharding("deepspeed", 2, 3, "nvme"), Sharding("deepspeed", 1, 3, "nvme"), id="other ranks"),
+        pytest.param(ZERO, Sharding("deepspeed", 2, 3, "nvme"), id="other states"),
     ],
 )
-def test_what_cannot_be_moved_is_refused_with_both_layouts(written: Sharding, here: Sharding, message: str) -> None:
-    with pytest.raises(RequestError, match=message) as met:
+def test_a_move_to_nvme_is_refused_with_both_layouts(written: Sharding, here: Sharding) -> None:
+    with pytest.raises(RequestError, match="States can be moved from NVMe, but not to it") as met:
         can_load_as_it_stands(written, here)
     assert str(written) in str(met.value)
     assert str(here) in str(met.value)

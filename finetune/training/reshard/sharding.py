@@ -68,11 +68,9 @@ def can_load_as_it_stands(written: Sharding, here: Sharding) -> bool:
     """Whether no conversion is needed. Raises RequestError for a checkpoint that can be neither loaded nor moved."""
     if written == here or written.engine == here.engine != "deepspeed":
         return True  # the Trainer, FSDP and the pipeline load their own checkpoints on any number of ranks
-    for layout in (written, here):
-        if layout.offload == "nvme":
-            raise RequestError(
-                f"--resume: the checkpoint was written by {written}, but this run has {here}. States on NVMe can only "
-                "be resumed in the same layout (DeepSpeed 0.19.8 copies each rank's files as they are). Resume with "
-                "it, or start a new run from its weights with --model_name_or_path."
-            )
+    if here.offload == "nvme":
+        raise RequestError(
+            f"--resume: the checkpoint was written by {written}, but this run has {here}. States can be moved from "
+            "NVMe, but not to it. Resume with the layout that wrote it, or with --deepspeed zero3_offload."
+        )
     return written.engine == here.engine and written.zero_stage == here.zero_stage == 0

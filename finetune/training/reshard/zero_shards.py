@@ -1,7 +1,9 @@
-"""Reads the shards of ZeRO-1, 2 and 3: flat tensors, each holding a rank's part of a group's concatenated weights."""
+"""Reads the shards of ZeRO-1, 2 and 3: flat tensors, each holding a rank's part of a group's concatenated weights.
+With NVMe offload, the larger ones are in swap files beside the shards."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 from finetune.dsconfig.config import Config
 from finetune.errors import RequestError, first_line
 from finetune.models.expert_layers import EXPERTS
+from finetune.safe_read.files import open_plain
 from finetune.training.reshard.expert_shards import as_one, in_order
 from finetune.training.reshard.portable import (
     COUNTERS,
@@ -26,6 +29,8 @@ from finetune.training.reshard.portable import (
 )
 
 RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+SWAP_FILE = re.compile(r"(\w+-)?\d+_\d+", re.ASCII)
+SWAP_DTYPE = torch.float32
 Piece = tuple[int, int, int, int]  # rank, group, and the place in its flat tensor: first element, number of elements
 Places = tuple[tuple[Group, ...], dict[str, list[Piece]]]
 
@@ -75,12 +80,14 @@ def _read(folder: Path) -> Portable:
         shapes[name] = torch.Size([shapes[name][0] * expert_ranks, *shapes[name][1:]])
     weights = "fp32_flat_groups" if is_third else "single_partition_of_fp32_groups"
 
-    def flat(shard: Any, group: int, key: str) -> torch.Tensor:
-        return torch.as_tensor(shard[weights][group] if key == WEIGHT else _states(shard)["state"][group][key])
+    def flat(rank: int, group: int, key: str) -> torch.Tensor:
+        shard = shards[rank]
+        found = torch.as_tensor(shard[weights][group] if key == WEIGHT else _states(shard)["state"][group][key])
+        return _swapped(folder, rank, found.ds_id) if hasattr(found, "ds_id") and not found.numel() else found
 
     def tensor(name: str, key: str) -> torch.Tensor:
         try:
-            parts = [flat(shards[rank], group, key).narrow(0, at, n) for rank, group, at, n in pieces[name]]
+            parts = [flat(rank, group, key).narrow(0, at, n) for rank, group, at, n in pieces[name]]
             return joined(parts, shapes[name])
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             reason = f"its shards do not hold all of {key} of {name} ({first_line(error)})"
@@ -99,6 +106,18 @@ def _read(folder: Path) -> Portable:
         schedule=record["lr_scheduler"],
     )
     return as_one(found) if expert_ranks > 1 else found
+
+
+def _swapped(folder: Path, rank: int, name: str) -> torch.Tensor:
+    """A flat tensor that NVMe offload has swapped out, mapped into memory; it ends with padding. The empty tensor that
+    it leaves behind, and torch.save with it, has its name (deepspeed/runtime/swap_tensor/optimizer_utils.py,
+    SwapTensorContext; runtime/engine.py, save_checkpoint). Raises RequestError."""
+    if not SWAP_FILE.fullmatch(name):
+        raise RequestError(f"{folder}: {name[:60]!r} is not the name of a swap file.")
+    path = folder / "offloaded_tensors" / f"rank{rank:02d}" / f"{name}.tensor.swp"
+    with open_plain(path, inside=folder) as file:
+        size = os.fstat(file.fileno()).st_size
+    return torch.from_file(str(path), size=size // SWAP_DTYPE.itemsize, dtype=SWAP_DTYPE)
 
 
 def _states(shard: Mapping[str, Any]) -> dict[str, Any]:
