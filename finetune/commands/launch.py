@@ -11,13 +11,18 @@ from itertools import pairwise
 from pathlib import Path
 
 from finetune.commands.recipe import find
+from finetune.dsconfig.load import find_config
 from finetune.errors import RequestError
 from finetune.host.hardware import gpus_here
 from finetune.hostfile import check_port, chosen, read_hostfile
 from finetune.launchers import LAUNCHERS, Cluster, Command, check_container, config_of, default_config, in_container
 from finetune.run.choose import recipes
+from finetune.run.engine import context_of, load_deepspeed
+from finetune.run.flags.expert_parallel import expert_faults_here
+from finetune.run.flags.sequence_parallel import sequence_faults_here
 from finetune.run.launch import Launch
 from finetune.run.resolve import resolve
+from finetune.run.run import Run
 from finetune.shipped import RECIPES, as_typed
 
 
@@ -25,7 +30,7 @@ def run(asked: argparse.Namespace) -> int:
     """Print the command; returns the exit status. Notes begin with #; if hosts need different lines, they say which."""
     commands, cluster = commands_of(asked)
     several = len(cluster.hosts) > 1
-    config = config_of(asked.flags) or default_config(asked.recipe, asked.launcher)
+    config = asked.ds_config or default_config(asked.recipe, asked.launcher)
     if config and config != "none":
         per_node = f" --ranks_per_node {max(cluster.hosts.values())}" if several else ""
         print(f"# before: finetune check {shlex.quote(config)} --world_size {cluster.ranks}{per_node}")
@@ -43,7 +48,8 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def commands_of(asked: argparse.Namespace) -> tuple[list[Command], Cluster]:
-    """The commands that start the run, and the cluster; sets `asked.launcher` if not given. Raises RequestError."""
+    """The commands that start the run, and the cluster; sets `asked.launcher` if not given, and `asked.ds_config`, the
+    DeepSpeed config that the flags name. Raises RequestError."""
     recipe = _recipe(asked.recipe)
     names = vars(asked).keys() - {"command", "print", "recipe", "flags"}  # options, which no recipe has
     own = next((word for word in asked.flags if word.startswith("--") and word[2:].partition("=")[0] in names), None)
@@ -53,9 +59,9 @@ def commands_of(asked: argparse.Namespace) -> tuple[list[Command], Cluster]:
             "before the recipe."
         )
     cluster = _cluster(asked)
-    _refuse(asked, recipe, cluster.ranks)
-    several = len(cluster.hosts) > 1
+    faults, several = list(_missing(asked)), len(cluster.hosts) > 1
     asked.launcher = asked.launcher or ("torchrun" if asked.image or (several and not asked.hostfile) else "deepspeed")
+    asked.ds_config = _checked(asked, recipe, cluster, faults) or config_of(asked.flags)
     if asked.no_ssh and asked.launcher != "deepspeed":
         raise RequestError(f"--no_ssh is for the deepspeed launcher; {asked.launcher} needs no ssh. Leave it out.")
     if asked.image:
@@ -66,17 +72,34 @@ def commands_of(asked: argparse.Namespace) -> tuple[list[Command], Cluster]:
     return commands, cluster
 
 
-def _refuse(asked: argparse.Namespace, recipe: str, ranks: int) -> None:
-    """Raises RequestError with all mistakes in the recipe's flags, and all that the launch lacks."""
-    faults = list(_missing(asked))
+def _checked(asked: argparse.Namespace, recipe: str, cluster: Cluster, faults: list[str]) -> str | None:
+    """The DeepSpeed config that the flags or their YAML name. Raises RequestError with `faults`, all mistakes in the
+    recipe's flags and in that config, and what its ranks cannot share."""
+    config = None
     known = recipes().get(Path(recipe).stem) if Path(recipe).resolve().parent == RECIPES else None
     if known and not {"-h", "--help"} & set(asked.flags) and not _is_elsewhere(asked):
         try:
-            resolve(known, asked.flags, Launch(world_size=ranks), is_here=False)
+            run = resolve(known, asked.flags, Launch(world_size=cluster.ranks), is_here=False)
+            config = run.value("deepspeed") or run.value("deepspeed_config")
+            _check_config(run, config, max(cluster.hosts.values()))
+            engine = config or default_config(recipe, asked.launcher)
+            engine = None if engine == "none" else engine
+            faults += [*sequence_faults_here(run, engine), *expert_faults_here(run, engine)]
         except RequestError as error:
             faults.append(str(error))
     if faults:
         raise RequestError("\n".join(faults))
+    return config
+
+
+def _check_config(run: Run, config: str | None, per_node: int) -> None:
+    """Raises RequestError with the errors of the DeepSpeed config for this run, if the file is here."""
+    try:
+        find_config(config or "none")
+    except RequestError:
+        return
+    precision: dict[str, bool] = {name: run.given[name] for name in ("bf16", "fp16") if name in run.given}
+    load_deepspeed(run, str(config), context_of(run, precision, None, is_here=False, ranks_per_node=per_node))
 
 
 def _is_elsewhere(asked: argparse.Namespace) -> bool:

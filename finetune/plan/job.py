@@ -6,7 +6,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from finetune.plan.apart import held_by_rank
+from finetune.plan.expert_parallel import held_by_rank
 from finetune.plan.forward import build_tape
 from finetune.plan.forward.listed import LISTED
 from finetune.plan.forward.parts import Batch, Part

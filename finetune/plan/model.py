@@ -162,8 +162,6 @@ def model_of(
         if notes is not None and how:
             notes.append(how)
         return _traced(found, head, sizes)
-    if kind == "gptlite" and sizes.config.get("num_experts"):
-        raise RequestError(f"{where}: a GPT-lite with num_experts is not planned yet. Plan --model_size moe-tiny.")
     return _written(FAMILIES[kind], head, sizes)
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from finetune.errors import RequestError
-from finetune.plan.apart import PLANNED
 from finetune.plan.exchange import exchanges_of
+from finetune.plan.expert_parallel import PLANNED
 from finetune.plan.job import Job, tape_of
 from finetune.plan.values import TILED_MLP
 from finetune.run.engine import deepspeed_config_of
@@ -29,6 +29,8 @@ def with_deepspeed(run: Run, device: str, notes: list[str]) -> Run:
     name = next((name for name in ASSUMED if is_on(run, name)), None)
     if name is None or deepspeed_config_of(run):
         return run
+    if run.value("deepspeed") == "none":
+        raise RequestError(f"{run.said('deepspeed')}, but {run.said(name)[2:]} needs DeepSpeed. Drop one of the two.")
     layout = ASSUMED[name]
     notes.append(f"--{name} needs DeepSpeed, and none is named: planned with --deepspeed {layout}")
     return run.settled(f"--{name}", deepspeed=layout)

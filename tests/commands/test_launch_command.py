@@ -98,6 +98,22 @@ def test_the_notes_say_what_to_ask_before_and_where(
     assert [line for line in printed(capsys, *words.split()) if line.startswith("#")] == notes
 
 
+def test_a_config_that_the_run_cannot_use_is_refused_and_that_of_a_yaml_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model_size: moe-tiny\nexpert_parallel_size: 2\ndeepspeed: zero3\n")
+    words = ["recipes/causal_lm.py", "--config", str(file)]
+    assert main(["launch", *words]) == 2
+    assert "error DS509: --expert_parallel_size is 2, but stage is 3" in capsys.readouterr().err
+    assert printed(capsys, *words, "--deepspeed", "zero1")[0] == "# before: finetune check zero1 --world_size 2"
+    assert main(["launch", "--launcher", "torchrun", *words, "--deepspeed", "none"]) == 2
+    assert "--expert_parallel_size is 2" in (said := capsys.readouterr().err)
+    assert "which needs DeepSpeed" in said
+    file.write_text("deepspeed: zero2_offload\n")
+    assert printed(capsys, *words)[0] == "# before: finetune check zero2_offload --world_size 2"
+
+
 def test_each_host_of_a_hostfile_has_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text(HOSTS)
@@ -163,7 +179,7 @@ def test_a_shell_hands_on_each_word_as_it_was_given(
 
 def test_names_of_files_and_interfaces_are_quoted_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "my config.json"
-    config.write_text("{}")
+    config.write_text('{"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}')
     lines = printed(capsys, RECIPE, "--deepspeed", str(config))
     assert shlex.split(lines[0])[4] == str(config)
     cluster = "--nodes 2 --gpus_per_node 2 --master_addr a --interface".split()

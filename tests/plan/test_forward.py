@@ -45,6 +45,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp": (CLASSES, {"model_type": "mlp", "width": 64, "layers": 6}),
     "gptlite": (CAUSAL, LITE),
     "gptlite-tied-dropout": (CAUSAL, {**LITE, "dropout": 0.1, "tie_word_embeddings": True}),
+    "gptlite-experts": (CAUSAL, {**LITE, "num_experts": 4}),
+    "gptlite-one-expert": (CAUSAL, {**LITE, "num_experts": 4, "num_experts_per_tok": 1}),
     **{kind: (CAUSAL, {"model_type": kind, **GROUPED}) for kind in ("mistral", "qwen2", "qwen3", "gemma", "phi3")},
     "llama": (CAUSAL, LLAMA),
     "llama-7-layers": (CAUSAL, {**LLAMA, "num_hidden_layers": 7}),
@@ -147,8 +149,8 @@ class Way:
 
 IN_EACH_WAY = ("gptlite", "llama", "gemma3_text", "mixtral", "gpt_oss", "bert", "t5", "resnet")
 ATTENTIVE = [name for name in MODELS if not name.startswith(("mlp", "resnet"))]
-CHECKPOINTED = ["mlp", "gptlite-tied-dropout", "llama-7-layers", "gemma2", "gemma3_text", "mixtral", "gpt2", "bert",
-                "phi", "phi3", "distilbert", "t5", "gpt_oss", "smollm3"]  # fmt: skip
+CHECKPOINTED = ["mlp", "gptlite-tied-dropout", "gptlite-experts", "llama-7-layers", "gemma2", "gemma3_text", "mixtral",
+                "gpt2", "bert", "phi", "phi3", "distilbert", "t5", "gpt_oss", "smollm3"]  # fmt: skip
 ATTENTION_LORA = Lora(4, ("q_proj", "v_proj"))
 WIDE_LORA = Lora(4, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), dropout=0.1)
 DORA = Lora(4, WIDE_LORA.targets, is_dora=True)
@@ -329,8 +331,10 @@ def test_peaks_of_families_that_are_not_known_are_those_of_the_real_models(name:
 
 
 @pytest.mark.parametrize(
-    "name", ["mlp", "gptlite", "llama", "mixtral", "gpt_oss", "gpt2", "phi", "bert", "distilbert", "t5", "resnet"]
-)
+    "name",
+    ["mlp", "gptlite", "gptlite-experts", "llama", "mixtral", "gpt_oss", "gpt2", "phi", "bert", "distilbert", "t5",
+     "resnet"],
+)  # fmt: skip
 def test_gradients_come_in_the_order_of_the_real_backward_pass(name: str) -> None:
     """A full bucket is reduced when the next gradient comes, so that a layer's bias, if first, ends what waits."""
     way, came = Way(attention="eager" if name in EAGER_ALONE else "sdpa"), list[str]()
@@ -360,11 +364,14 @@ def test_products_of_the_forward_pass_are_those_that_torch_counts(name: str) -> 
     assert sum(gemm.flops for op in counted for gemm in op.gemms) == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
-@pytest.mark.parametrize(("name", "inner"), [("mixtral", 96), ("qwen3_moe", 40), ("gpt_oss", 96)])
-def test_products_of_experts_are_those_of_the_tokens_that_they_get(name: str, inner: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "inner", "matrices"),
+    [("mixtral", 96, 3), ("qwen3_moe", 40, 3), ("gpt_oss", 96, 3), ("gptlite-experts", 96, 2)],
+)
+def test_products_of_experts_are_those_of_the_tokens_that_they_get(name: str, inner: int, matrices: int) -> None:
     _, tape = planned(name, Way())
     found = sum(gemm.flops for op in tape.ops for gemm in op.gemms if op.name == "grouped_mm")
-    layers, experts_a_token, matrices = 3, 2, 3
+    layers, experts_a_token = 3, 2
     assert found == 2 * ROWS * TOKENS * experts_a_token * matrices * 64 * inner * layers
 
 
@@ -408,8 +415,9 @@ def test_layers_that_are_not_recorded_change_nothing(
     ]
 
 
-def test_stages_of_a_pipeline_make_the_whole() -> None:
-    model = model_of(LITE)
+@pytest.mark.parametrize("more", [{}, {"num_experts": 4}], ids=["dense", "experts"])
+def test_stages_of_a_pipeline_make_the_whole(more: dict[str, Any]) -> None:
+    model = model_of({**LITE, **more})
     whole = build_tape(model, Batch(ROWS, TOKENS), Numbers())
     stages = [build_tape(model, Batch(ROWS, TOKENS), Numbers(), part=Part(*ends)) for ends in ((0, 3), (3, 5), (5, 7))]
     products = [sum(gemm.flops for op in tape.ops for gemm in op.gemms) for tape in (whole, *stages)]

@@ -97,6 +97,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *((kind, {ACTS.get(kind, "hidden_act"): act}) for kind in MODELS for act in ("nonsense", "tanh")),
     *((kind, change) for kind in ROTARY for change in OF_DECODERS),
     *((kind, {"num_experts_per_tok": count}) for kind in ("mixtral", "qwen3_moe", "gpt_oss") for count in (4, 16)),
+    *(("gptlite", {"num_experts": 4, "num_experts_per_tok": count}) for count in (1, 4, 5)),
     *((kind, {"pad_token_id": 500}) for kind in ("bert", "roberta", "distilbert", "gpt2", "t5")),
     *((kind, {name: 1.5}) for kind, name in (("bert", "hidden_dropout_prob"), ("gpt2", "resid_pdrop"),
                                              ("t5", "dropout_rate"), ("gptlite", "dropout"))),

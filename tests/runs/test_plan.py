@@ -46,9 +46,11 @@ def figures(text: str, name: str) -> tuple[float, float]:
     return float(found[1]), float(found[2])
 
 
+@pytest.mark.parametrize("experts", [None, 8], ids=["dense", "experts"])
 @pytest.mark.parametrize("layout", ["none", "zero1", "zero2", "zero3", "zero3_offload", "pipeline"])
-def test_the_plan_is_what_the_run_takes(layout: str, model: str) -> None:
-    words = [model, *HERE, "--per_device_train_batch_size", "8", "--deepspeed", layout, "--verify"]
+def test_the_plan_is_what_the_run_takes(layout: str, experts: int | None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "num_experts": experts}))
+    words = [str(tmp_path), *HERE, "--per_device_train_batch_size", "8", "--deepspeed", layout, "--verify"]
     if layout == "pipeline":
         words += ["--pipeline_parallel_size", "2", "--gradient_accumulation_steps", "4"]
     said = plan(*words)

@@ -116,7 +116,7 @@ INSTEAD = {
     "autotuning": "`finetune plan --autotune` tries layouts.",
     "checkpoint.load_universal": "--resume does it by itself, at any world size.",
     "data_efficiency": "The Trainer reads the data, not DeepSpeed's loader.",
-    "expert_parallel": "--expert_parallel_size of recipes/causal_lm.py sets it. Delete the section.",
+    "expert_parallel": "--expert_parallel_size of recipes/causal_lm.py sets it.",
     "sequence_parallel_size": "recipes/causal_lm.py has a flag for it, --sequence_parallel_size.",
     "tensor_parallel": "ZeRO-3, or recipes/causal_lm_pipeline.py, splits what one GPU cannot hold.",
 }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from finetune.plan.families.parts import CAUSAL, CLASSES, Family, Named, Sizes, linear, norm
 
-# A block's norms and linear layers, in order.
+# A block's norms and linear layers, in order; a mixture has a router and experts in place of the last two.
 PARTS = ("norm_1", "attention.qkv", "attention.out", "norm_2", "mlp.up", "mlp.down")
+ROUTER, UP, DOWN = "mlp.gate", "mlp.experts.up_proj", "mlp.experts.down_proj"
 EMBEDDINGS, NORM = "transformer.embeddings", "transformer.norm"
 
 
@@ -22,8 +23,14 @@ def _block(sizes: Sizes, index: int) -> Named:
     yield from linear(joined, hidden, 3 * hidden, bias)
     yield from linear(out, hidden, hidden, bias)
     yield from norm(norm_2, hidden, bias)
-    yield from linear(up, hidden, inner, bias)
-    yield from linear(down, inner, hidden, bias)
+    if not sizes.config.get("num_experts"):
+        yield from linear(up, hidden, inner, bias)
+        yield from linear(down, inner, hidden, bias)
+        return
+    block, experts = f"transformer.blocks.{index}", sizes("num_experts")
+    yield from linear(f"{block}.{ROUTER}", hidden, experts, bias=False)
+    yield f"{block}.{UP}", (experts, inner, hidden)
+    yield f"{block}.{DOWN}", (experts, hidden, inner)
 
 
 def _lm_head(sizes: Sizes) -> Named:

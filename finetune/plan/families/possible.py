@@ -52,6 +52,12 @@ def refuse_impossible(kind: str, sizes: Sizes) -> None:
 
 def _faults(kind: str, sizes: Sizes) -> Iterator[str]:
     found = sizes_of(kind, sizes) if kind in KNOWN else {}
+    if kind == "gptlite" and sizes.config.get("num_experts"):
+        found = {name: sizes(name, default=2) for name in ("num_experts", "num_experts_per_tok")}
+    if chosen := found.get("num_experts_per_tok"):
+        many = found.get("num_experts") or found["num_local_experts"]
+        if chosen > many:
+            yield f"num_experts_per_tok is {chosen}, but there are {many} experts. Give at most that many."
     if kind in SHARED:
         width, heads = SHARED[kind]
         if sizes(width) % sizes(heads):
@@ -76,10 +82,6 @@ def _decoder(kind: str, sizes: Sizes, found: dict[str, int]) -> Iterator[str]:
         )
     if kind == "gpt_oss" and (share := sizes.share("partial_rotary_factor", 1.0)) != 1:
         yield f"partial_rotary_factor is {share}, but gpt_oss rotates whole heads. Remove it."
-    if chosen := found.get("num_experts_per_tok"):
-        many = found.get("num_experts") or found["num_local_experts"]
-        if chosen > many:
-            yield f"num_experts_per_tok is {chosen}, but there are {many} experts. Give at most that many."
     types, layers = sizes.config.get("layer_types"), sizes("num_hidden_layers")
     if types is not None and (not isinstance(types, list) or len(types) != layers):
         yield f"layer_types must be a list of num_hidden_layers {layers} entries. Fix it, or remove it."

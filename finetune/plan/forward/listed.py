@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from finetune.plan.families.gptlite import EMBEDDINGS, NORM, PARTS
+from finetune.plan.families.gptlite import DOWN, EMBEDDINGS, NORM, PARTS, ROUTER, UP
 from finetune.plan.forward.attention import Heads, attend, causal_mask, kind_of, split_heads
 from finetune.plan.forward.losses import chunked_loss, cross_entropy, decoder_head, label_loss
 from finetune.plan.forward.parts import Part, Setting, activation, stack
-from finetune.plan.values import FP32_BYTES, Value
+from finetune.plan.forward.spread_experts import grouped
+from finetune.plan.values import FP32_BYTES, INT64_BYTES, Value
 
 # Per family, the number of entries before and after its blocks; the last one contains the loss.
 LISTED = {"gptlite": (2, 2), "mlp": (0, 1)}
@@ -108,10 +109,45 @@ def _block(setting: Setting, index: int, x: Value, mask: tuple[Value, ...]) -> V
     tape.hold(normed)
     x = tape.add(x, tape.dropout(out, dropout))
     normed = tape.layer_norm(x, norm_2)
-    bent = activation(tape, sizes.word("hidden_act", "gelu"), tape.linear(normed, up))
-    down = tape.linear(bent, down_to)
+    if sizes.config.get("num_experts"):
+        down = _mixture(setting, _block_name(index), normed)
+    else:
+        down = tape.linear(activation(tape, sizes.word("hidden_act", "gelu"), tape.linear(normed, up)), down_to)
     tape.hold(normed)
     return tape.add(x, tape.dropout(down, dropout))
+
+
+def _mixture(setting: Setting, block: str, x: Value) -> Value:
+    """A router, and experts by grouped products (finetune/models/gptlite_mlp.py, GPTLiteMixture; transformers 5.23,
+    integrations/moe.py, grouped_mm_experts_forward). What experts hold of the tokens does not depend on their load."""
+    tape, sizes = setting.tape, setting.sizes
+    up, down = f"{block}.{UP}", f"{block}.{DOWN}"
+    chosen = sizes("num_experts_per_tok", default=2)
+    pairs, hidden = setting.batch.positions * chosen, x.elements // setting.batch.positions
+
+    def numbers(name: str) -> Value:
+        return tape.op(name, (), pairs, bytes_each=INT64_BYTES, needs_grad=False)
+
+    chances = tape.softmax(tape.cast(tape.linear(x, f"{block}.{ROUTER}"), FP32_BYTES))
+    shares = tape.op("topk", (chances,), pairs, extra_saved=INT64_BYTES * pairs)
+    if chosen > 1:
+        total = tape.op("sum", (shares,), setting.batch.positions)
+        shares = tape.op("div", (shares, total), pairs, saves=(shares, total), scratch_back=2 * shares.bytes)
+    shares = tape.cast(shares, x.bytes_each)
+    experts, order = numbers("sort"), numbers("sort")
+    given = tape.op("index", (x,), pairs * hidden, saves=(numbers("div"),))
+    shares_by_expert = tape.op("index", (shares,), pairs, saves=(order,))
+    counted = tape.op("cast", (), pairs, bytes_each=FP32_BYTES, needs_grad=False)
+    size = FP32_BYTES if tape.casts(up) else tape.numbers.product_bytes
+    inner = grouped(tape, tape.cast(given, size), up, pairs)
+    bent = activation(tape, sizes.word("hidden_act", "gelu"), inner)
+    out = grouped(tape, tape.cast(bent, size), down, pairs)
+    weighed = tape.multiply(out, shares_by_expert)
+    back = numbers("index_put")
+    placed = tape.op("index", (weighed,), pairs * hidden, saves=(back,))
+    summed = tape.op("sum", (placed,), x.elements, narrows=True)
+    tape.hold(shares, experts, order, given, counted, out, shares_by_expert, back, placed)
+    return tape.cast(summed, x.bytes_each)
 
 
 # MLPs

@@ -28,8 +28,8 @@ def end_of_mixture(ops: Sequence[Any], x: int, storage_of: Callable[[int], int])
 
 
 def spread_experts(setting: Setting, name: str, x: Value) -> Value:
-    """The module `name`, a mixture of which this rank holds a part of the experts (finetune.plan.apart). It sends each
-    token to the ranks of the experts that the token chose, computes what it gets, and sends that back."""
+    """The module `name`, a mixture of which this rank holds a part of the experts (finetune.plan.expert_parallel). It
+    sends each token to the ranks of the experts that the token chose, computes what it gets, and sends that back."""
     tape, sizes, hidden = setting.tape, setting.sizes, x.elements // setting.batch.positions
     is_mixtral = setting.family == "mixtral"
     pairs = setting.batch.positions * sizes("num_experts_per_tok", default=2 if is_mixtral else 8)
@@ -80,12 +80,12 @@ def _computed(tape: Tape, name: str, received: Value, hidden: int) -> tuple[Valu
         joined = tape.op("cat", (received,), received.elements + hidden, narrows=True)
         given = tape.op("index", (joined,), padded * hidden, saves=(order,), scratch_back=joined.bytes)
         tape.hold(received)
-    gate, up = (_grouped(tape, given, f"{name}.experts.{part}", rows) for part in ("w1", "w3"))
+    gate, up = (grouped(tape, given, f"{name}.experts.{part}", rows) for part in ("w1", "w3"))
     if is_cuda:  # ops/triton_ops/swiglu_triton.py
         mixed = tape.op("swiglu", (gate, up), gate.elements, saves=(gate, up))
     else:
         mixed = tape.multiply(tape.unary("silu", gate), up)
-    out = _grouped(tape, mixed, f"{name}.experts.w2", rows)
+    out = grouped(tape, mixed, f"{name}.experts.w2", rows)
     tape.hold(gate, up, mixed)
     if is_cuda:
         return _gathered_rows(tape, out, order, received.elements), order, given
@@ -101,7 +101,7 @@ def _gathered_rows(tape: Tape, given: Value, order: Value, elements: int) -> Val
     return tape.op("gather_rows", (given,), elements, saves=(order, inverse))
 
 
-def _grouped(tape: Tape, x: Value, weight: str, computed: int) -> Value:
+def grouped(tape: Tape, x: Value, weight: str, computed: int) -> Value:
     """Each expert's rows times its matrix; of padded rows only `computed` count."""
     many, fan_out, fan_in = tape.shapes[weight]
     rows = x.elements // fan_in

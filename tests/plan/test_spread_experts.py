@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from finetune.errors import RequestError
 from finetune.plan.engines.resident import MASTERS, PARAMETERS, STATES, Weights
 from finetune.plan.exchange import exchanges_of
 from finetune.plan.from_run import job_of
@@ -126,9 +127,10 @@ def test_a_rank_whose_experts_are_busier_takes_more_memory_and_time(device: str,
 
 
 def test_a_search_ranks_layouts_with_and_without_spread_experts() -> None:
-    found = search(spread(2), H100, Limits(None, ("none", "zero1", "zero2", "zero3", "zero2_offload")))
+    every = ("none", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+    found = search(spread(2), H100, Limits(None, every))
     kinds = {(one.layout, one.plan.job.expert_parallel_size) for one in found.fitting}
-    whole = {(layout, 1) for layout in ("none", "zero1", "zero2", "zero3", "zero2_offload")}
+    whole = {(layout, 1) for layout in every}
     assert kinds == whole | {(layout, 2) for layout in SPREAD}
     best = next(one for one in found.fitting if one.plan.job.expert_parallel_size > 1)
     assert best.words.endswith("2 ranks per set of experts")
@@ -143,3 +145,5 @@ def test_a_run_without_deepspeed_is_planned_with_it() -> None:
     assert (job.engine, job.zero.stage, job.expert_parallel_size) == (DEEPSPEED, 2, 4)
     assert config is not None
     assert any("--expert_parallel_size needs DeepSpeed" in note for note in notes)
+    with pytest.raises(RequestError, match=r"--deepspeed is 'none'.*expert_parallel_size is 4.*needs DeepSpeed"):
+        job_of(resolve(CAUSAL_LM, [*argv, "--deepspeed", "none"], run.launch, is_here=False), H100)
