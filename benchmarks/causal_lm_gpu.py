@@ -32,9 +32,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, Trainer, TrainerCallb
 from finetune.data.tokenizer import train_text_tokenizer
 from finetune.models.chunked_loss import LossHead, use_chunked_loss
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
+from finetune.models.multiplied import multiplied_parameters
 from finetune.run.facts import CHUNK_TOKENS
 from finetune.run.sizes import GPTLITE_SIZES
-from finetune.training.speed import FLOPS_PER_PARAM_AND_TOKEN, multiplied_parameters, peak_flops, peak_memory_bytes
+from finetune.training.speed import FLOPS_PER_PARAM_AND_TOKEN, peak_flops, peak_memory_bytes
 
 REPO = Path(__file__).resolve().parents[1]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

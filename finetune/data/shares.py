@@ -39,8 +39,7 @@ class SharedRows(Sampler[int]):
 
 class SharedTexts:
     """A collator of blocks: rank `rank` of `size` gets its slice (B, T / size) of what `collate` makes, in text order,
-    with positions in the whole text. T is first padded to a multiple of `size`. Only the first rank counts real tokens,
-    so that the sum over ranks is right."""
+    with positions in the whole text, and the number of real tokens in it. T is first padded to a multiple of `size`."""
 
     def __init__(self, collate: Callable[[Any], dict[str, torch.Tensor]], size: int, rank: int) -> None:
         self.collate, self.size, self.rank = collate, size, rank
@@ -51,7 +50,7 @@ class SharedTexts:
         numbers = {NUMBER: batch.pop(NUMBER)} if NUMBER in batch else {}  # of rows
         ids = batch["input_ids"]
         if real is None:
-            real = torch.tensor([ids.numel()]) if mask is None else mask.sum()
+            real = torch.full((len(ids),), ids.shape[1]) if mask is None else mask.sum(dim=1)
         missing = -ids.shape[1] % self.size
         batch = {name: torch.nn.functional.pad(value, (0, missing), value=FILL[name]) for name, value in batch.items()}
         length = ids.shape[1] + missing
@@ -61,6 +60,6 @@ class SharedTexts:
         share = length // self.size
         part = slice(self.rank * share, (self.rank + 1) * share)
         shared = {name: value[:, part].clone() for name, value in batch.items()}
-        shared[REAL_TOKENS] = real.sum().reshape(1) * (self.rank == 0)
+        shared[REAL_TOKENS] = (real - part.start).clamp(0, share)  # padding comes last
         shared |= numbers
         return shared if documents is None else {**shared, WHOLE_POSITIONS: documents}

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-EXPERTS = re.compile(r"\.experts\.w[123]$")
+EXPERT_WEIGHT = re.compile(r"\.experts\.w[123]$")
 GATE, UP, DOWN, ROUTER = ".experts.w1", ".experts.w3", ".experts.w2", ".router.gate.weight"
 JOINED = {".experts.gate_up_proj": (GATE, UP), ".experts.down_proj": (DOWN,), ".gate.weight": (ROUTER,)}
 

@@ -29,7 +29,8 @@ PROBE_TOKENS = 16
 ASKED = "output_router_logits"  # transformers' name in configs and forward passes
 # Changes to the config of a small copy whose only layer is to have experts.
 ALL_SPARSE = {"mlp_only_layers": [], "decoder_sparse_step": 1, "first_k_dense_replace": 0}
-EXPERTS = "watched_experts"  # the attribute of a model that has its `Experts`
+CHOSEN = ("num_experts_per_tok", "top_k_experts")  # the second in Gemma 4
+WATCHED = "watched_experts"  # the attribute of a model that has its `Experts`
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ def mixture_of(model: Any) -> Mixture | None:
         return None
     config = model.config.get_text_config()
     most = max(_experts_in(module) for module in found.values())
-    return Mixture(found, most, int(getattr(config, "num_experts_per_tok", None) or 1))
+    chosen = next((getattr(config, name) for name in CHOSEN if getattr(config, name, None)), 1)
+    return Mixture(found, most, int(chosen))
 
 
 def _experts_in(module: Any) -> int:

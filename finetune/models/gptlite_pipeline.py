@@ -25,6 +25,7 @@ from finetune.models.causal import CausalSource
 from finetune.models.chunked_loss import LossHead, row_figures
 from finetune.models.experts import mixture_of, router_coefficient
 from finetune.models.gptlite import GPTLiteBlock, GPTLiteConfig, GPTLiteForCausalLM, GPTLitePreTrainedModel
+from finetune.models.multiplied import multiplied_parameters
 from finetune.models.pipeline import PipelineLayer, PipelineModel, draw_layer
 from finetune.models.tiled_mlp import choose_tiled_mlp, use_tiled_mlp
 from finetune.run.flags.language import CausalModelArguments
@@ -208,8 +209,6 @@ def gptlite_pipeline(
             f"--router_aux_loss_coef {router_weight:g}: a pipeline counts the load of experts without dropout, and "
             f"this model has dropout {config.dropout:g}. Give --router_aux_loss_coef 0, or a model without dropout."
         )
-    total = whole.num_parameters()
-    looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     return PipelineModel(
         layers=pipeline_layers(config, seed, late, tiles),
         split=split_batch,
@@ -217,7 +216,7 @@ def gptlite_pipeline(
         items=count_targets,
         figures=late.figures if late else row_figures,
         checkpointed=CHECKPOINTED,
-        multiplied_parameters=total - looked_up,
+        multiplied_parameters=multiplied_parameters(whole),
         config=config,
         save=partial(save_config, config),
         mixture=mixture_of(whole),

@@ -14,6 +14,7 @@ from finetune.run.engine import deepspeed_by_accelerate
 from finetune.run.facts import check_scratch
 from finetune.run.flags.compression import check_comm_hook
 from finetune.run.flags.expert_parallel import expert_faults, expert_faults_here, look_at_experts
+from finetune.run.flags.experts import look_at_router
 from finetune.run.flags.guards import guard_faults
 from finetune.run.flags.pipeline import pipeline_faults
 from finetune.run.flags.profiling import check_profile
@@ -77,7 +78,7 @@ def found_wrong(run: Run, is_here: bool) -> Iterator[str]:
     yield from guard_faults(run)
     yield from sequence_faults(run)
     yield from expert_faults(run)
-    yield from raised_by(lambda: look_at_heads(run), lambda: look_at_experts(run))
+    yield from raised_by(lambda: look_at_heads(run), lambda: look_at_experts(run), lambda: look_at_router(run))
 
 
 def found_wrong_here(run: Run, deepspeed: str | None) -> Iterator[str]:

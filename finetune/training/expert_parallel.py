@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from finetune.models.expert_layers import EXPERTS, joined_experts
+from finetune.models.expert_layers import EXPERT_WEIGHT, joined_experts
 from finetune.models.experts import mixture_of
 from finetune.training.reshard.expert_shards import as_layers
 from finetune.training.reshard.portable import Group, Portable
@@ -63,7 +63,7 @@ class ExpertParallel:
             distributed.all_gather(parts, own, group=layer.ep_group)
             return torch.cat(parts).cpu() if self.trainer.args.should_save else own
 
-        kept = {name: gathered(one) if EXPERTS.search(name) else one for name, one in weights.items()}
+        kept = {name: gathered(one) if EXPERT_WEIGHT.search(name) else one for name, one in weights.items()}
         return joined_experts(kept) if self.trainer.args.should_save else kept
 
     def as_here(self, portable: Portable) -> Portable:
@@ -72,7 +72,7 @@ class ExpertParallel:
 
         def read(name: str, key: str) -> torch.Tensor:
             whole = layers.read(name, key)
-            return whole.chunk(self.size)[place] if EXPERTS.search(name) else whole
+            return whole.chunk(self.size)[place] if EXPERT_WEIGHT.search(name) else whole
 
         return replace(layers, read=read)
 
@@ -109,7 +109,7 @@ def layers_of(model: Any) -> Iterator[tuple[str, Any]]:
 
 def whole_shapes(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """`weights`, tensors on the device "meta" by the engine's names, as `ExpertParallel.whole` returns them."""
-    layers = dict(layers_of(model)) if any(EXPERTS.search(name) for name in weights) else {}
+    layers = dict(layers_of(model)) if any(EXPERT_WEIGHT.search(name) for name in weights) else {}
     for place, layer in layers.items():
         for name in ("w1", "w2", "w3"):
             own = weights[f"{place}.experts.{name}"]

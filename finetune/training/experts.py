@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from finetune.data.numbered import NUMBER
 from finetune.data.packing import REAL_TOKENS
 from finetune.errors import RequestError
-from finetune.models.experts import ASKED, EXPERTS, Experts, Mixture, mixture_of, router_coefficient
+from finetune.models.experts import ASKED, WATCHED, Experts, Mixture, mixture_of, router_coefficient
 from finetune.report.run_pictures import load_picture
 from finetune.report.shapes import WIDE
 from finetune.report.svg import write_png
-from finetune.run.facts import checkpointing_kwargs
 from finetune.run.files import EXPERT_LOAD, EXPERT_PICTURE
 from finetune.run.flags.experts import ExpertArguments, unsupported
 from finetune.safe_read import read_json_object
 from finetune.training.expert_parallel import layers_of
-from finetune.training.guards.nan_guard import NOT_THE_MODELS
 from finetune.training.run_folder import write_json
 from finetune.training.start import Session
 
 LOAD = "expert_load_max"  # in logs
-NOT_READ_AHEAD = ("labels", "shift_labels", *NOT_THE_MODELS)
+NOT_READ_AHEAD = ("labels", "shift_labels", NUMBER)
 
 
 def coefficient_for(session: Session, base: Any) -> float:
     """The weight of the routers' loss in this run; 0 for none. Raises RequestError for a model or flags without it."""
     weight = router_coefficient(base, session[ExpertArguments].router_aux_loss_coef)
     if weight and (fault := unsupported(session.run)):
-        raise RequestError(f"{fault} Drop it, or give --router_aux_loss_coef 0.")
-    if weight and (checkpointing_kwargs(session.run) or {}).get("use_reentrant"):
-        raise RequestError(
-            "use_reentrant: reentrant checkpointing gives the routers' loss no gradient. Leave it out, or give "
-            "--router_aux_loss_coef 0."
-        )
+        raise RequestError(fault)
     return weight
 
 
@@ -50,14 +45,22 @@ def watch_experts(session: Session, base: Any, model: Any, weight: float) -> Non
         if hasattr(base, "router_aux_loss_coef"):
             base.router_aux_loss_coef = 0.0  # otherwise the model adds a loss of its own to each micro-batch
         return
-    setattr(model, EXPERTS, Experts(base, model, mixture, weight))
+    setattr(model, WATCHED, Experts(base, model, mixture, weight))
     session.say(describe_mixture(session, base.config.get_text_config(), mixture, weight, base))
 
 
 def describe_mixture(session: Session, config: Any, mixture: Mixture, weight: float, base: Any = None) -> str:
     """The line that a run says about its experts at the start. `base` is the model; None for a pipeline."""
     each = f"{mixture.experts} experts in each of {len(mixture.modules)} layers, {mixture.chosen} per token"
-    return f"{each}; {_of_loss(session, config, weight, base)}"
+    unseen = "" if sees_choices(mixture) else "; their load is not counted, as they do not see the router's choices"
+    return f"{each}; {_of_loss(session, config, weight, base)}{unseen}"
+
+
+def sees_choices(mixture: Mixture) -> bool:
+    """Whether experts get tokens, choices and shares, as most do in transformers 5; Llama 4's get tokens alone, and
+    JetMoe's the number of tokens of each expert."""
+    given = len(("tokens", "choices", "shares"))
+    return all(len(signature(module.forward).parameters) >= given for module in mixture.modules.values())
 
 
 def _of_loss(session: Session, config: Any, weight: float, base: Any) -> str:
@@ -84,7 +87,7 @@ class RoutedMixin:
 
     @property
     def experts(self: Any) -> Experts | None:
-        return getattr(self.model, EXPERTS, None)
+        return getattr(self.model, WATCHED, None)
 
     def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
@@ -113,9 +116,10 @@ class RoutedMixin:
         with torch.no_grad(), torch.random.fork_rng(devices=devices), experts.looking_ahead():
             for batch in self.coming:
                 experts.mask = mask_of(batch)
-                read = {name: value for name, value in batch.items() if name not in NOT_READ_AHEAD}
+                read = self._prepare_inputs({k: value for k, value in batch.items() if k not in NOT_READ_AHEAD})
+                self.sequence.begin(read, self.model)
                 with self.compute_loss_context_manager():
-                    model(**self._prepare_inputs(read), logits_to_keep=1)
+                    model(**read, logits_to_keep=1)
 
     def _undone(self: Any, items: Any) -> float:
         """What the Trainer and the mean over ranks divide the loss by, unless it is a sum over the global batch
@@ -145,7 +149,7 @@ class RoutedMixin:
 def mask_of(inputs: dict[str, Any]) -> torch.Tensor | None:
     """The tokens of a micro-batch that are no padding (B, T); None if all are."""
     mask: torch.Tensor | None = inputs.get("attention_mask")
-    if mask is None and REAL_TOKENS in inputs and (sizes := inputs[REAL_TOKENS]).numel() == len(inputs["input_ids"]):
+    if mask is None and (sizes := inputs.get(REAL_TOKENS)) is not None:
         mask = torch.arange(inputs["input_ids"].shape[1], device=sizes.device)[None] < sizes[:, None]
     return mask
 

@@ -62,10 +62,14 @@ def _tokens(tokenizer: Any, arguments: SampleArguments, is_chat: bool) -> list[i
 
 class Samples(TrainerCallback):
     """Appends a sample to samples.md at each evaluation. Every rank generates, as ZeRO-3 needs, and rank 0 writes. A
-    chat model answers a user's turn until it ends its own."""
+    chat model answers a user's turn until it ends its own. `synced`: ranks generate until the last has ended;
+    transformers does so by itself under ZeRO-3 and FSDP only (5.23, generation/utils.py, generate)."""
 
-    def __init__(self, arguments: SampleArguments, folder: Path, seed: int, is_chat: bool = False) -> None:
+    def __init__(
+        self, arguments: SampleArguments, folder: Path, seed: int, is_chat: bool = False, synced: bool = False
+    ) -> None:
         self.arguments, self.folder, self.seed, self.is_chat = arguments, folder, seed, is_chat
+        self.synced = synced
         self.last, self.step = "", -1
         self.prompt: list[int] | None = None
 
@@ -121,6 +125,7 @@ class Samples(TrainerCallback):
                 do_sample=self.arguments.sample_temperature > 0,
                 temperature=self.arguments.sample_temperature or None,
                 pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+                synced_gpus=self.synced or None,
             )
         model.train(was_training)
         return list(made[0][len(ids) :].tolist())

@@ -59,7 +59,7 @@ class SequenceParallel:
         self.positions, whole = inputs.get("position_ids"), inputs.pop(WHOLE_POSITIONS, None)
         self.mask = None  # frees the one before
         # Flash attention reads the positions itself.
-        self.mask = None if whole is None or model.config._attn_implementation != "sdpa" else apart(whole)
+        self.mask = None if whole is None or model.config._attn_implementation != "sdpa" else document_mask(whole)
 
     @contextlib.contextmanager
     def attending(self, model: Any) -> Iterator[None]:
@@ -110,7 +110,7 @@ class SequenceParallel:
         return attend
 
 
-def apart(positions: torch.Tensor) -> torch.Tensor:
+def document_mask(positions: torch.Tensor) -> torch.Tensor:
     """A mask (B, 1, T, T), true where a token may attend to another: itself or an earlier one of its document. Each
     document begins at position 0; `positions` are (B, T)."""
     document = (positions == 0).cumsum(dim=1)

@@ -25,18 +25,6 @@ from finetune.plan.machine import find_machine
 FLOPS_PER_PARAM_AND_TOKEN = 6
 
 
-def multiplied_parameters(model: Any) -> int:
-    """The number of parameters that multiply a token: all but the embeddings, unless tied to a head. Weights that
-    ZeRO-3 has sharded count in full."""
-    try:
-        embedding = model.get_input_embeddings().weight
-    except (NotImplementedError, AttributeError):  # a model that reads numbers or images
-        embedding = None
-    head = model.get_output_embeddings()
-    looked_up = None if head is not None and head.weight is embedding else embedding
-    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p is not looked_up)
-
-
 def peak_flops() -> float | None:
     """The half-precision peak of this GPU in FLOP/s, from its file in finetune/plan/machines; None on a CPU, or on a
     GPU without a file."""

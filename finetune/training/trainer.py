@@ -27,6 +27,7 @@ from finetune.data.sampling import GlobalBatchSampler, sampler_of
 from finetune.data.streaming import TextStream
 from finetune.dsconfig.load import wants_cpu_adam, wants_trainer_clipping
 from finetune.errors import InterruptedRunError, RequestError
+from finetune.models.multiplied import multiplied_parameters
 from finetune.run.flags.compression import CompressionArguments
 from finetune.run.flags.guards import GuardArguments
 from finetune.training.checkpoints.choice import newest_verified
@@ -48,13 +49,7 @@ from finetune.training.runtime import settle_fsdp
 from finetune.training.saving import SavingMixin, check_push
 from finetune.training.schedules import OURS, make_schedule
 from finetune.training.sequence_parallel import SequenceParallel
-from finetune.training.speed import (
-    FLOPS_PER_PARAM_AND_TOKEN,
-    SpeedMeter,
-    by_steady_clock,
-    multiplied_parameters,
-    peak_memory_bytes,
-)
+from finetune.training.speed import FLOPS_PER_PARAM_AND_TOKEN, SpeedMeter, by_steady_clock, peak_memory_bytes
 from finetune.training.watch import watching
 
 

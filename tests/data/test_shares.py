@@ -8,7 +8,8 @@ from finetune.data.numbered import NUMBER, NumberedCollator
 from finetune.data.packing import IGNORED, REAL_TOKENS, Collator
 from finetune.data.sampling import GlobalBatchSampler
 from finetune.data.shares import WHOLE_POSITIONS, SharedRows, SharedTexts
-from finetune.training.sequence_parallel import apart
+from finetune.training.experts import mask_of
+from finetune.training.sequence_parallel import document_mask
 
 
 def test_neighbours_read_the_rows_that_one_rank_would() -> None:
@@ -41,7 +42,10 @@ def test_the_parts_of_a_text_make_it_whole_with_padding_behind() -> None:
     assert torch.equal(joined["input_ids"][:, :5], whole["input_ids"])
     assert torch.equal(joined["position_ids"], torch.arange(8).expand(2, 8))
     assert (joined["labels"] != IGNORED).sum() == 8
-    assert sum(int(part[REAL_TOKENS]) for part in parts) == 8
+    assert [part[REAL_TOKENS].tolist() for part in parts] == [[2, 2], [2, 1], [1, 0], [0, 0]]
+    seen = torch.cat([mask_of(part) for part in parts], dim=1)
+    assert torch.equal(seen[:, :5].long(), whole["attention_mask"])
+    assert int(seen.sum()) == 8
     assert all("attention_mask" not in part for part in parts)
 
 
@@ -51,7 +55,9 @@ def test_documents_keep_their_positions_and_all_of_them_are_known_for_the_mask()
     positions = torch.cat([part["position_ids"] for part in parts], dim=1)
     assert positions.tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 0, 0]]
     assert all(torch.equal(part[WHOLE_POSITIONS], positions) for part in parts)
-    mask = apart(positions)[:, 0]
+    seen = torch.cat([mask_of(part) for part in parts], dim=1)
+    assert seen.int().tolist() == [[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0]]
+    mask = document_mask(positions)[:, 0]
     assert mask[0].int().tolist() == [
         [1, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0],
@@ -60,6 +66,11 @@ def test_documents_keep_their_positions_and_all_of_them_are_known_for_the_mask()
         [0, 0, 0, 1, 1, 0],
         [0, 0, 0, 0, 0, 1],
     ]
+
+
+def test_a_whole_block_is_real_on_every_rank() -> None:
+    parts = [SharedTexts(Collator(0), 2, rank)([block(8)]) for rank in range(2)]
+    assert [mask_of(part).all().item() for part in parts] == [True, True]
 
 
 def test_each_part_has_the_numbers_of_its_rows() -> None:

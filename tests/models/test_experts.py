@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    JetMoeConfig,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -27,7 +30,7 @@ from finetune.errors import RequestError
 from finetune.models.chunked_loss import choose_chunk_tokens, use_chunked_loss
 from finetune.models.experts import (
     ASKED,
-    EXPERTS,
+    WATCHED,
     Experts,
     balance,
     count,
@@ -36,7 +39,8 @@ from finetune.models.experts import (
     router_coefficient,
     router_loss,
 )
-from finetune.training.experts import watch_experts
+from finetune.models.gptlite import GPTLiteConfig
+from finetune.training.experts import sees_choices, watch_experts
 
 SHAPE = {
     "vocab_size": 40,
@@ -72,7 +76,7 @@ def test_a_compiled_model_adds_no_router_loss_of_its_own() -> None:
     said = SimpleNamespace(training=SimpleNamespace(torch_compile=True))
     before = model(input_ids=ids, labels=ids).loss
     watch_experts(said, model, model, 0.0)  # type: ignore[arg-type]
-    assert not hasattr(model, EXPERTS)
+    assert not hasattr(model, WATCHED)
     plain = model(input_ids=ids, labels=ids, output_router_logits=False).loss
     assert model(input_ids=ids, labels=ids).loss == plain != before
 
@@ -221,6 +225,24 @@ def test_models_with_the_loss_of_transformers_are_found_right(model: Any, expert
     assert refusal(made) is None
     assert router_coefficient(made, None) == 0.0
     assert router_coefficient(made, 0.25) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("config", "sees"),
+    [
+        (MixtralConfig(**LOCAL), True),
+        (GptOssConfig(**LOCAL), True),
+        (GPTLiteConfig(vocab_size=40, num_experts=4), True),
+        (Llama4TextConfig(**LOCAL, intermediate_size_mlp=24), False),
+        (JetMoeConfig(**{**LOCAL, "num_layers": 2}), False),
+    ],
+    ids=lambda one: getattr(one, "model_type", ""),
+)
+def test_experts_that_do_not_see_choices_are_known(config: Any, sees: bool) -> None:
+    with torch.device("meta"):
+        mixture = mixture_of(AutoModelForCausalLM.from_config(config))
+    assert mixture is not None
+    assert sees_choices(mixture) == sees
 
 
 def test_models_without_such_a_loss_are_refused() -> None:

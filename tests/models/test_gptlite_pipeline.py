@@ -16,6 +16,7 @@ from finetune.models.gptlite_pipeline import (
     summed_loss,
 )
 from finetune.models.gptlite_weights import draw_weights
+from finetune.models.multiplied import multiplied_parameters
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 19,
@@ -99,6 +100,8 @@ def test_flops_leave_out_a_table_that_is_looked_up() -> None:
     every = sum(p.numel() for p in a_model().parameters())
     assert gptlite_pipeline(untied, 0).multiplied_parameters == every - table
     assert gptlite_pipeline(tied, 0).multiplied_parameters == every - table
+    mixture = GPTLiteConfig(**SHAPE, num_experts=4, num_experts_per_tok=1)
+    assert gptlite_pipeline(mixture, 0).multiplied_parameters == multiplied_parameters(GPTLiteForCausalLM(mixture))
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])

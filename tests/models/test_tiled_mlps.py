@@ -4,13 +4,15 @@ has them under DeepSpeed."""
 from __future__ import annotations
 
 import sys
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from conftest import REPO
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from finetune.errors import RequestError
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
@@ -76,6 +78,34 @@ def test_under_autocast_parts_are_computed_again_in_its_precision(make: Any) -> 
     assert again == pytest.approx(loss, rel=1e-6)
     for name, gradient in whole.items():
         assert (tiled[name] - gradient).norm() <= 0.02 * gradient.norm(), name  # sums over parts round in bf16
+
+
+def gradients(module: Any, x: torch.Tensor, back: torch.Tensor, is_half: bool) -> dict[str, torch.Tensor]:
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
+        out = module(x)
+    out.backward(back.to(out.dtype))
+    found = {"x": x.grad, **{name: p.grad for name, p in module.named_parameters()}}
+    module.zero_grad()
+    return {name: one.double() for name, one in found.items() if one is not None}
+
+
+@pytest.mark.parametrize("shards", [4, 64])
+def test_under_autocast_parts_round_as_whole_mlps_do(shards: int) -> None:
+    """Errors against fp64. Each part's gradient of a weight is rounded to bf16, and the parts are added in fp32: in
+    bf16, 64 of them would be several times as far off."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64}
+    module = LlamaMLP(LlamaConfig(**sizes))
+    x, back = (torch.randn(1, 2048, 32).bfloat16() for _ in range(2))  # exact in any precision
+    true = gradients(deepcopy(module).double(), x.double(), back.double(), False)
+    whole = gradients(module, x.float(), back, True)
+    use_tiled_mlp(torch.nn.ModuleDict({"mlp": module}), shards)
+    tiled = gradients(module, x.float(), back, True)
+    for name, exact in true.items():
+        far = (whole[name] - exact).norm()
+        assert far > 1e-4 * exact.norm(), name  # products were in bf16
+        assert (tiled[name] - exact).norm() < 1.5 * far, name
 
 
 def of_type(kind: str, **sizes: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,7 @@ from finetune.plan.from_run import job_of
 from finetune.plan.machine import find_machine
 from finetune.run.facts import check_scratch
 from finetune.run.flags import expert_parallel as spread
-from finetune.run.flags.experts import REFUSED, unsupported
-from finetune.run.flags.sequence_parallel import look_at_heads
+from finetune.run.flags.experts import REFUSED
 from finetune.run.launch import Launch
 from finetune.run.recipes.causal_lm import CAUSAL_LM
 from finetune.run.recipes.causal_lm_pipeline import CAUSAL_LM_PIPELINE
@@ -55,11 +55,11 @@ def test_a_pipeline_refuses_a_mixture() -> None:
         check_scratch(run_of(*TINY, "--pipeline_parallel_size", "2", recipe=CAUSAL_LM_PIPELINE, ranks=2))
 
 
-def test_a_gpt_lite_with_experts_runs_in_a_pipeline_and_is_not_planned_yet() -> None:
-    run = run_of("--config_overrides", "num_experts=4", "--router_aux_loss_coef", "0.1", recipe=CAUSAL_LM_PIPELINE)
-    assert causal_shape("tiny", run.value("config_overrides"))["num_experts"] == 4
-    with pytest.raises(RequestError, match="a GPT-lite with num_experts is not planned yet"):
-        job_of(run, find_machine("H100-80GB"))
+def test_a_gpt_lite_with_experts_is_planned_in_a_pipeline() -> None:
+    job, _, _ = job_of(run_of("--config_overrides", "num_experts=4", recipe=CAUSAL_LM_PIPELINE), find_machine("H100"))
+    shapes = {tensor.name: tensor.shape for tensor in job.model.tensors}
+    assert shapes["transformer.blocks.3.mlp.experts.down_proj"] == (4, 128, 512)
+    assert not any(".mlp.down." in name for name in shapes)
     with pytest.raises(RequestError, match="num_experts_per_tok=2: there are 1 experts"):
         causal_shape("tiny", "num_experts=1")
 
@@ -71,19 +71,28 @@ def test_a_mixture_from_scratch_is_planned_with_all_its_experts_and_a_loss_in_ch
     assert job.loss_chunk_tokens == 2048
 
 
-def test_texts_of_a_mixture_with_a_router_loss_are_not_shared() -> None:
-    with pytest.raises(RequestError, match="router"):
-        look_at_heads(run_of(*TINY, "--sequence_parallel_size", "2"))
-
-
 @pytest.mark.parametrize("name", REFUSED)
-def test_flags_that_the_loss_does_not_go_with_are_found(name: str) -> None:
-    values = {"sequence_parallel_size": "2", "teacher": "a-model"}
-    assert unsupported(run_of()) is None
-    fault = unsupported(run_of(f"--{name}", values.get(name, "True")))
-    assert fault is not None
-    assert f"--{name} is" in fault
-    assert REFUSED[name] in fault
+def test_flags_that_the_loss_does_not_go_with_are_refused_before_anything_is_loaded(name: str) -> None:
+    """Whether a flag asks for the loss, or the model's config."""
+    flag = (f"--{name}", {"teacher": "a-model"}.get(name, "True"))
+    experts = ("--config_overrides", "num_experts=4", "--router_aux_loss_coef", "0.1")
+    for words in (TINY, experts):
+        with pytest.raises(RequestError, match=f"--{name} is.*{REFUSED[name]}. Drop it, or give --router_aux"):
+            run_of(*words, *flag)
+    run_of(*TINY, "--router_aux_loss_coef", "0", *flag)
+    run_of(*flag)
+
+
+def test_so_are_reentrant_checkpoints_and_a_model_without_experts(tmp_path: Path) -> None:
+    reentrant = ("--activation_checkpointing", "True", "--activation_checkpointing_kwargs", '{"use_reentrant": true}')
+    with pytest.raises(RequestError, match="use_reentrant: reentrant checkpointing gives the routers' loss no"):
+        run_of(*TINY, *reentrant)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
+    for words in ((), ("--model_name_or_path", str(tmp_path))):
+        with pytest.raises(RequestError, match=r"--router_aux_loss_coef is 0.1.*but the model has no experts"):
+            run_of(*words, "--router_aux_loss_coef", "0.1")
+    (tmp_path / "config.json").write_text('{"model_type": "jamba", "num_experts": 4}')
+    run_of("--model_name_or_path", str(tmp_path), "--router_aux_loss_coef", "0.1")
 
 
 SPREAD = ("--expert_parallel_size", "2")

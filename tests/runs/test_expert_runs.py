@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import REPO, Finished, engine, gate_has, launch
+from conftest import LAUNCHERS, REPO, Finished, engine, gate_has, launch, run_to_its_end
+from conftest import flags as command_line
 from durability_runs import different_weights
 from exact_runs import GLOBAL_BATCH, ONE_A_BLOCK, PACKED, RECIPE, SHORT
 from safetensors.torch import load_file
@@ -227,6 +228,25 @@ def test_ranks_that_hold_different_experts_train_as_one_process_does(
     assert_same(run, truth)
 
 
+SHARED = [
+    # model, ranks, ranks that share a text, engine, accumulation, more
+    ("mixtral", 2, 2, "zero3", 2, ONE_A_BLOCK),
+    ("mixtral", 2, 2, "zero2", 4, {**ONE_A_BLOCK, **NO_LOSS}),
+    ("qwen3_moe", 4, 2, "zero2", 1, PACKED),
+]
+
+
+@pytest.mark.parametrize(("model", "ranks", "size", "config", "steps", "more"), gate_has(SHARED[:1], SHARED))
+def test_ranks_that_share_texts_train_a_mixture_as_one_process_does(
+    model: str, ranks: int, size: int, config: str, steps: int, more: Any, trained: Callable[..., Finished]
+) -> None:
+    truth = trained(model=model, deepspeed="none", per_device_train_batch_size=GLOBAL_BATCH, **more)
+    layout = {"gradient_accumulation_steps": steps, "deepspeed": config, "sequence_parallel_size": size}
+    micro = GLOBAL_BATCH * size // (ranks * steps)
+    run = trained(ranks, model=model, per_device_train_batch_size=micro, **layout, **more)
+    assert_same(run, truth, has_loss=more.get("router_aux_loss_coef", 1) is not None)
+
+
 def for_the_first(model: Any) -> None:
     """Every token chooses experts 0 and 1, which are on rank 0."""
     model.model.embed_tokens.weight.data[:, 0] = 5.0
@@ -242,6 +262,28 @@ def test_a_rank_whose_experts_get_no_token_trains_on(config: str, home: Path, tr
     run = trained(2, deepspeed=config, expert_parallel_size=2, per_device_train_batch_size=1, **flags)
     assert_same(run, truth)
     assert run.column("experts_idle") == [0.75] * 3
+
+
+def ending(model: Any) -> None:
+    """One in four of its tokens ends an answer."""
+    model.generation_config.eos_token_id = list(range(64))
+
+
+@pytest.mark.nightly
+def test_a_rank_whose_chat_sample_ends_earlier_does_not_hold_up_the_others(home: Path, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on a mat"}]
+    (tmp_path / "chats.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 40))
+    flags = {**ROUTED, "train_file": tmp_path / "chats.jsonl", "chat_template": "chatml", "sample_tokens": 40}
+    flags |= {
+        "model_name_or_path": saved(home / "ending", "mixtral", ending),
+        "do_eval": True,
+        "eval_strategy": "steps",
+    }
+    flags |= {"eval_steps": 1, "expert_parallel_size": 2, "deepspeed": "zero2", "output_dir": tmp_path / "run"}
+    words = ["tests/runs/own_draws.py", RECIPE, *command_line(flags)]
+    status, output = run_to_its_end([*LAUNCHERS["torchrun"](2), *words], {"HF_HUB_OFFLINE": "1"})
+    assert status == 0, output[-4000:]
+    assert "assistant:" in (tmp_path / "run/samples.md").read_text()
 
 
 def not_opened(final: Path, checkpoint: Path) -> list[str]:

@@ -125,6 +125,17 @@ def test_a_pipeline_leaves_the_step_out_on_all_its_stages(policy: str, kind: str
         assert weights_of(run.folder / "checkpoint-2") != weights_of(run.folder / "checkpoint-4")
 
 
+@pytest.mark.nightly
+def test_a_step_that_a_pipeline_leaves_out_adds_nothing_to_the_load_of_experts(tmp_path: Path) -> None:
+    """Of the last two steps the last is left out."""
+    values = {**SMALL_PIPELINE, "max_steps": 4, "logging_steps": 2, "gradient_accumulation_steps": 2, "on_nan": "skip"}
+    values |= {"per_device_train_batch_size": 4, "block_size": 32, "save_strategy": "no", "do_eval": False}
+    values |= {"config_overrides": "num_experts=4,num_experts_per_tok=2,num_hidden_layers=2"}
+    run = faulty("torchrun", tmp_path / "run", values, {**NAN, "kind": "gradient", "batch": 8}, PIPELINE)
+    assert "step 4 is not finite" in run.output
+    assert [sum(layer) for layer in run.json("experts.json")["tokens"]] == [2 * 4 * 32 * 2] * 2
+
+
 def test_stop_ends_the_run_before_the_step_and_a_run_that_skips_goes_past_it(tmp_path: Path) -> None:
     values = {**TINY, **SAVES, "lr_scheduler_type": "constant"}
     fault = {**NAN, "kind": "gradient"}

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
-from finetune.training.speed import SpeedMeter, by_steady_clock, multiplied_parameters, peak_flops
+from finetune.models.multiplied import multiplied_parameters
+from finetune.training.speed import SpeedMeter, by_steady_clock, peak_flops
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -17,6 +19,30 @@ def test_a_head_is_counted_once_and_an_embedding_that_is_only_looked_up_never(ti
     model = GPTLiteForCausalLM(GPTLiteConfig(**shape, max_position_embeddings=8, tie_word_embeddings=tied))
     body = sum(p.numel() for p in model.transformer.parameters()) - 50 * 16
     assert multiplied_parameters(model) == body + 50 * 16
+
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 50}
+GATED = {**SIZES, "intermediate_size": 24, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+APART = {"moe_intermediate_size": 12, "num_experts": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "an_expert", "idle", "layers"),
+    [
+        (MixtralConfig(**GATED, num_local_experts=8), 3 * 24 * 16, 6, 3),
+        (Qwen3MoeConfig(**GATED, **APART, mlp_only_layers=[0]), 3 * 12 * 16, 6, 2),
+        (Qwen2MoeConfig(**GATED, **APART, shared_expert_intermediate_size=20), 3 * 12 * 16, 6, 3),
+        (GPTLiteConfig(**SIZES, num_experts=4, num_experts_per_tok=1), 2 * 64 * 16, 3, 3),
+    ],
+    ids=["Mixtral", "Qwen3, one layer dense", "Qwen2, with a shared expert", "GPT-lite"],
+)
+def test_of_the_experts_a_token_is_multiplied_by_those_that_it_gets(
+    config: Any, an_expert: int, idle: int, layers: int
+) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    every = sum(p.numel() for p in model.parameters()) - 50 * 16  # the embedding
+    assert multiplied_parameters(model) == every - layers * idle * an_expert
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ ENGINE = (
     *(
         Row(where, PARTITION + name, "read", why, "runtime/zero/partition_parameters.py", "deepspeed.utils tells it")
         for where, name, why in (
-            ("training/speed.py", "ds_numel", "the size of a weight that ZeRO-3 has sharded"),
+            ("models/multiplied.py", "ds_numel", "the size of a weight that ZeRO-3 has sharded"),
             ("training/checkpoints/space.py", "ds_numel", "the size of a weight that ZeRO-3 has sharded"),
             ("bench/meter.py", "ds_numel", "the size of a weight that ZeRO-3 has sharded"),
             ("bench/meter.py", "ds_tensor", "the bytes of this rank's shards"),

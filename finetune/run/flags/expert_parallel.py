@@ -19,7 +19,7 @@ REFUSED = {
     "streaming": "ranks whose streams end earlier would leave the others waiting for their tokens",
     "teacher": "distilling from a teacher with expert parallelism is untested here",
     "torch_compile": "compiled exchanges are untested here",
-    "use_liger_kernel": "its forward pass computes the router loss by itself",
+    "use_liger_kernel": "its layers are untested with spread experts",
     "use_peft": "adapters would be lost when the engine replaces the layers",
 }
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")

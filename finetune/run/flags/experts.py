@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from finetune.errors import RequestError
 from finetune.run.flag import AT_LEAST_ONE, NOT_NEGATIVE, flag
-from finetune.run.flags.groups import is_on
+from finetune.run.flags.groups import is_on, shape_shown
 from finetune.run.on_resume import GOES_ON, VALUES
 
 if TYPE_CHECKING:
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
 
 # Flags under which the loss is not the model's own, or its layers are not called one by one.
 REFUSED = {
-    "sequence_parallel_size": "a router's loss needs whole texts",
     "teacher": "the loss is then computed outside the model, without the routers' part",
     "torch_compile": "a compiled model's router loss is untested here",
     "use_liger_kernel": "its forward pass computes the router loss by itself",
@@ -40,9 +40,28 @@ class ExpertArguments:
     )
 
 
+def look_at_router(run: Run) -> None:
+    """Raises RequestError if the run's flags, with a config.json or the shape of a model from scratch, show that there
+    is no routers' loss, or that it cannot be computed."""
+    asked, fault = run.value("router_aux_loss_coef"), unsupported(run)
+    if "router_aux_loss_coef" not in run.recipe.flags or not run.value("do_train") or not (asked or fault):
+        return
+    shape = shape_shown(run) or {}
+    if asked and shape and not any(one for name, one in shape.items() if "expert" in name or name == "text_config"):
+        raise RequestError(f"{run.said('router_aux_loss_coef')}, but the model has no experts. Drop it.")
+    is_on_by_itself = shape.get("output_router_logits") and shape.get("router_aux_loss_coef", True)
+    if fault and (asked or (asked is None and is_on_by_itself)):
+        raise RequestError(fault)
+
+
 def unsupported(run: Run) -> str | None:
-    """Why the routers' loss cannot be computed under the run's flags; None if it can."""
+    """Why the routers' loss cannot be computed under the run's flags, and what to do; None if it can."""
+    from finetune.run.facts import checkpointing_kwargs
+
+    mend = "Drop it, or give --router_aux_loss_coef 0."
     for name, why in REFUSED.items():
         if name in run.recipe.flags and is_on(run, name):
-            return f"{run.said(name)}, but the model has a router loss: {why}."
+            return f"{run.said(name)}, but the model has a router loss: {why}. {mend}"
+    if (checkpointing_kwargs(run) or {}).get("use_reentrant"):
+        return f"use_reentrant: reentrant checkpointing gives the routers' loss no gradient. {mend}"
     return None

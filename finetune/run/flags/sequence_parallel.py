@@ -125,5 +125,3 @@ def check_heads(read: Callable[[str], Any], size: int, block: int | None) -> Non
             f"{said}: the model's layers attend to the last {window} tokens (sliding_window), but shared attention to "
             f"all. Give a --block_size of {window} or less, or drop it."
         )
-    if read("output_router_logits"):
-        raise RequestError(f"{said}: a router's loss (output_router_logits) needs whole texts. Drop it.")

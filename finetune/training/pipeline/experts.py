@@ -50,7 +50,7 @@ class StageExperts(TrainerCallback):
         self.is_ahead = self.is_forward = False  # not when activations are recomputed
         self.tokens: dict[int, torch.Tensor] = {}  # by layer, for each expert, since the last log
         self.loss, self.steps = 0.0, 0  # of the steps since the last log, without its weight
-        self.loss_before = 0.0  # the last of these
+        self.before: tuple[dict[int, torch.Tensor], float] = {}, 0.0  # tokens and loss at the start of the step
         if self.mixture is None:
             return
         module, layers = trainer.engine.module, list(self.mixture.modules)
@@ -69,13 +69,14 @@ class StageExperts(TrainerCallback):
         self.real, self.steps = self._real_tokens(batches), self.steps + 1
         loss = self._look_ahead(batches) if self.weight else 0.0
         self.calls: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
-        self.loss_before, self.loss = self.loss, self.loss + loss
+        self.before = dict(self.tokens), self.loss
+        self.loss += loss
         return float(self.weight * loss)
 
     def forget_step(self) -> None:
-        """Drop the last step's loss, because the step was not taken."""
+        """Drop what the last step has added, because it was not taken."""
         if self.mixture is not None:
-            self.loss, self.steps = self.loss_before, self.steps - 1
+            (self.tokens, self.loss), self.steps = self.before, self.steps - 1
 
     def window(self) -> dict[str, float]:
         """For the log: the figures since the last call. Rank 0 also writes experts.json."""

@@ -13,7 +13,7 @@ import torch
 
 from finetune.dsconfig.config import Config
 from finetune.errors import RequestError, first_line
-from finetune.models.expert_layers import EXPERTS
+from finetune.models.expert_layers import EXPERT_WEIGHT
 from finetune.safe_read.files import open_plain
 from finetune.training.reshard.expert_shards import as_one, in_order
 from finetune.training.reshard.portable import (
@@ -75,7 +75,7 @@ def _read(folder: Path) -> Portable:
     shapes = {name: torch.Size(shape) for group in given for name, shape in group.items()}
     groups, pieces = (_third_stage if is_third else _first_stages)(shards, given, shapes)
     expert_ranks = experts_over(record)
-    for name in filter(EXPERTS.search, shapes if expert_ranks > 1 else ()):
+    for name in filter(EXPERT_WEIGHT.search, shapes if expert_ranks > 1 else ()):
         pieces[name] = in_order(pieces[name], expert_ranks)
         shapes[name] = torch.Size([shapes[name][0] * expert_ranks, *shapes[name][1:]])
     weights = "fp32_flat_groups" if is_third else "single_partition_of_fp32_groups"
