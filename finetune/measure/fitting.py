@@ -6,7 +6,7 @@ from fractions import Fraction
 from functools import cache
 from itertools import product
 
-from finetune.plan.families.parts import SEQ2SEQ
+from finetune.plan.families.parts import IMAGES, SEQ2SEQ
 from finetune.plan.forward.parts import Batch, terms
 
 ROWS = (2, 3)  # with only one row, some operators copy nothing
@@ -17,7 +17,7 @@ TARGETS = (48, 80, 112)  # tokens of a decoder behind an encoder
 @cache
 def points(head: str) -> tuple[Batch, ...]:
     """As many batches as a size has terms, such that these are independent."""
-    texts: list[tuple[int, int | None]] = [(tokens, None) for tokens in TOKENS]
+    texts: list[tuple[int, int | None]] = [(tokens, None) for tokens in (TOKENS[:1] if head == IMAGES else TOKENS)]
     if head == SEQ2SEQ:
         (one, two, three), (first, second, third) = TOKENS, TARGETS
         texts = [(one, first), (two, first), (three, first), (one, second), (one, third), (two, second)]

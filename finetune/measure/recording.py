@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from finetune.plan.forward.traced import PRODUCTS, SOFTMAX, TURNS
+from finetune.plan.forward.cuts import SOFTMAX
+from finetune.plan.forward.traced import CONVOLUTION, PRODUCTS, TURNS
 
 # Operators that create nothing: their result is the input under another shape.
 VIEWS = {"view", "_unsafe_view", "t", "unsqueeze", "squeeze", "alias", "detach", "expand", "reshape",
@@ -95,7 +96,7 @@ class Recording(TorchDispatchMode):  # type: ignore[misc]
             self.values[outs[0]] = self.number(inputs[0])
             return
         is_part = name in PARTS or (name in VIEWS and place_of(outs[0]) == place_of(inputs[0]) if inputs else False)
-        gemms = [_gemm(name, given)] if name in PRODUCTS else []
+        gemms = [_gemm(name, given, outs[0])] if name in PRODUCTS else []
         numbers = [self.number(one) for one in inputs]
         grad = bool(names) or any(self.facts[number][3] for number in numbers)
         made = [self.number(one, grad and one.is_floating_point()) for one in outs]
@@ -156,9 +157,11 @@ class Fused(TorchFunctionMode):  # type: ignore[misc]
         return self.one("attention", given, make, gemms=gemms, heads=how)
 
 
-def _gemm(name: str, given: list[torch.Tensor]) -> list[Any]:
-    """The sizes of a product; of a grouped one with evenly loaded experts."""
+def _gemm(name: str, given: list[torch.Tensor], out: torch.Tensor) -> list[Any]:
+    """The sizes of a product; of a grouped one with evenly loaded experts, of a convolution over unfolded images."""
     one, two, *_ = given[1:] if name in ("addmm", "baddbmm") else given
+    if name == CONVOLUTION:
+        return [out.numel() // out.shape[1], two.shape[0], two[0].numel(), 1]
     if name == "_grouped_mm":
         return [Fraction(one.shape[0], two.shape[0]), two.shape[-1], one.shape[-1], two.shape[0]]
     return [one.shape[-2], two.shape[-1], one.shape[-1], one.shape[0] if one.dim() == len("bmk") else 1]

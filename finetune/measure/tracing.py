@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from finetune.measure.fitting import fitted, points
 from finetune.measure.recording import Fused, Recording, place_of
 from finetune.models.adapters import heads_of
-from finetune.plan.families.parts import CLASSES, SEQ2SEQ, SPANS, VECTORS
+from finetune.plan.families.parts import CLASSES, IMAGES, SEQ2SEQ, SPANS, VECTORS
 from finetune.plan.forward.parts import Batch
 from finetune.plan.model import HEADS
 
@@ -42,9 +42,13 @@ def layers_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return found or longest
 
 
-def batch_of(head: str, sizes: Batch) -> dict[str, torch.Tensor]:
+def batch_of(head: str, sizes: Batch, config: Any) -> dict[str, torch.Tensor]:
     """What a model with this head is trained on, on the meta device."""
     rows, text = sizes.rows, (sizes.rows, sizes.tokens)
+    if head == IMAGES:
+        pixels = rows, getattr(config, "num_channels", 3), config.image_size, config.image_size
+        labels = torch.empty(rows, dtype=torch.long, device="meta")
+        return {"pixel_values": torch.empty(pixels, dtype=torch.bfloat16, device="meta"), "labels": labels}
     labels = (rows,) if head == CLASSES else (rows, sizes.targets) if head == SEQ2SEQ else text
     shapes = {"labels": labels} if head != SPANS else {"start_positions": (rows,), "end_positions": (rows,)}
     shapes = {} if head == VECTORS else shapes
@@ -62,7 +66,7 @@ def record(model: torch.nn.Module, layers: Iterable[torch.nn.Module], head: str,
 
     hooks = [layer.register_forward_pre_hook(enter) for layer in layers]
     hooks += [layer.register_forward_hook(enter) for layer in layers]
-    batch = batch_of(head, sizes)
+    batch = batch_of(head, sizes, model.config)
     with torch.autograd.graph.saved_tensors_hooks(recording.keep, lambda kept: kept), recording, Fused(recording):
         out = model(**batch)
         recording.look()
@@ -79,7 +83,7 @@ def record(model: torch.nn.Module, layers: Iterable[torch.nn.Module], head: str,
 def traced(config: dict[str, Any], head: str, attention: str) -> dict[str, Any]:
     """What a plan reads of a model. `attention`: "sdpa" or "eager"; the latter also if the model has no other. Raises
     whatever the model's modules raise without data."""
-    made = transformers.AutoConfig.for_model(**config).get_text_config()
+    made = _config_of(config).get_text_config()
     window = getattr(made, "sliding_window", None)
     if not window:
         return {**_traced(config, head, attention), "window": None, "beyond": None}
@@ -99,6 +103,14 @@ def _traced(config: dict[str, Any], head: str, attention: str) -> dict[str, Any]
     raise failed
 
 
+def _config_of(config: dict[str, Any]) -> Any:
+    """With `auto_map`, as the code in the model's folder has it; plans ask for that only if it is trusted."""
+    if "auto_map" not in config:
+        return transformers.AutoConfig.for_model(**config)
+    values = {name: one for name, one in config.items() if name not in ("auto_map", "_name_or_path", "model_type")}
+    return transformers.AutoConfig.from_pretrained(config["_name_or_path"], trust_remote_code=True, **values)
+
+
 def _built(made: Any, head: str, **how: Any) -> Any:
     """A model with this head; for vectors one without a head, whose pooler would go unused."""
     if head == VECTORS:
@@ -111,13 +123,14 @@ def _built(made: Any, head: str, **how: Any) -> Any:
 
 
 def _recorded(config: dict[str, Any], head: str, attention: str, caches: bool) -> dict[str, Any]:
-    made = transformers.AutoConfig.for_model(**config)
-    if made.get_text_config().pad_token_id is None:
+    made = _config_of(config)
+    if getattr(made.get_text_config(), "pad_token_id", 0) is None:
         made.get_text_config().pad_token_id = 0  # classifiers of several texts ask for one
     if head == SEQ2SEQ and getattr(made, "decoder_start_token_id", None) is None:
         made.decoder_start_token_id = 0
+    how = {"trust_remote_code": True} if "auto_map" in config else {}
     with torch.device("meta"):
-        model = _built(made, head, dtype=torch.bfloat16, attn_implementation=attention)
+        model = _built(made, head, dtype=torch.bfloat16, attn_implementation=attention, **how)
     model.config.use_cache = caches  # as the Trainer sets it; a part with a config of its own keeps its cache
     layers = layers_of(model.train())
     runs = [record(model, layers.values(), head, sizes) for sizes in points(head)]
@@ -143,8 +156,8 @@ def _facts(model: Any, layers: Iterable[str]) -> dict[str, Any]:
             for name, one in model.named_parameters()
         ],
         "buffers": [[name, list(one.shape), one.element_size()] for name, one in model.named_buffers()],
-        "hidden_size": text.hidden_size,
-        "vocab_size": text.vocab_size,
+        "hidden_size": getattr(text, "hidden_size", None) or max(text.hidden_sizes),
+        "vocab_size": getattr(text, "vocab_size", 0),
         "head_modules": heads_of(model),
     }
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from finetune.dsconfig.config import Config
 from finetune.errors import RequestError
-from finetune.plan.families.no_text import NO_TEXT
 from finetune.plan.families.parts import CAUSAL, MOST, SEQ2SEQ
 from finetune.plan.forward.listed import LISTED
 from finetune.plan.job import DEEPSPEED, FSDP, OWN_BASE, PIPELINE, SECOND, TRAINER, Job
@@ -207,7 +206,7 @@ def _check_fsdp(run: Run, model: Model) -> None:
         "it does not shard an encoder with a decoder"
         if model.head == SEQ2SEQ
         else f"it does not shard a {model.family}"
-        if model.family in NO_TEXT
+        if not model.reads_text
         else None
         if is_plain
         else "only --fsdp True is planned, without --fsdp_config"
@@ -218,8 +217,8 @@ def _check_fsdp(run: Run, model: Model) -> None:
 
 def _subject(run: Run, machine: Machine, params_per_layer: int | None, notes: list[str]) -> Subject:
     model = model_of_run(run, params_per_layer, notes)
-    if model.family in NO_TEXT:
-        return Subject(model, image_size=_side(run, notes))
+    if not model.reads_text:
+        return Subject(model, image_size=_side(run, model, notes))
     tokens, chunk = _tokens(run, model, notes), _chunk(run, model, machine)
     return Subject(model, tokens, loss_chunk_tokens=chunk, targets=_targets(run, model))
 
@@ -265,8 +264,10 @@ def _targets(run: Run, model: Model) -> int | None:
     return tokens_of(flag, run.value(flag), positions_of(model.sizes.config.get), source=f" ({run.source(flag)})")
 
 
-def _side(run: Run, notes: list[str]) -> int:
-    """The side of an image in pixels, as finetune.data.images chooses it."""
+def _side(run: Run, model: Model, notes: list[str]) -> int:
+    """The side of an image in pixels: the model's own, or as finetune.data.images chooses it."""
+    if model.trace is not None:
+        return model.sizes("image_size")
     if run.value("image_size"):
         return int(run.value("image_size"))
     if not run.value("model_name_or_path") and not run.value("train_dir") and not run.value("dataset_name"):

@@ -10,7 +10,6 @@ from finetune.plan.engines.fsdp import Fsdp
 from finetune.plan.engines.resident import GATHERED, PIPE, Plain, Resident, Weights
 from finetune.plan.engines.zero3 import Zero3
 from finetune.plan.engines.zero12 import Bf16Stage, Stage, Zero12
-from finetune.plan.families.no_text import NO_TEXT
 from finetune.plan.families.parts import CLASSES, Sizes
 from finetune.plan.forward.parts import Part
 from finetune.plan.job import FSDP, OWN_BASE, PIPELINE, TRAINER, Job, checkpoints_of, tape_of
@@ -63,6 +62,14 @@ class RankMemory:
 def plan_memory(job: Job, machine: Machine, rank: int = 0, bounds: Sequence[int] | None = None) -> RankMemory:
     """The memory of one rank, or of that stage of the first pipeline, in any step but the first, which creates the
     optimizer states. `bounds`: the stages' layers, if they are known."""
+    if job.engine == PIPELINE or job.zero.stage in (1, 2):  # the last rank's part may hold padding
+        return _planned(job, machine, rank, tuple(bounds or ()))
+    first = _planned(job, machine, 0, ())
+    return replace(first, rank=rank, saving_host_bytes=0) if rank else first
+
+
+@lru_cache(maxsize=128)
+def _planned(job: Job, machine: Machine, rank: int, bounds: tuple[int, ...]) -> RankMemory:
     device = Ledger()
     host, tied = device if job.device == "cpu" else Ledger(), set[Tensor]()
     part, flying = None, 1
@@ -278,7 +285,7 @@ def batch_bytes(job: Job) -> int:
     (transformers 5.23, Trainer.get_batch_samples). One more is prefetched by accelerate and stays on the host (1.15,
     data_loader.py, DataLoaderShard.__iter__). MLPs and ResNets read floats."""
     rows = job.micro_batch * (job.accumulation + (job.device == "cpu"))
-    if job.model.family in NO_TEXT:
+    if not job.model.reads_text:
         pixels = job.model.sizes("num_channels", default=3) * job.image_size**2
         numbers = job.model.hidden_size if job.model.family == "mlp" else pixels
         return rows * (numbers * FP32_BYTES + INT64_BYTES)

@@ -128,6 +128,10 @@ class Model:
         return not (self.lora and self.lora.is_dora) and not any(tensor.is_packed for tensor in self.tensors)
 
     @property
+    def reads_text(self) -> bool:
+        return self.head != IMAGES and self.family != "mlp"
+
+    @property
     def parameters(self) -> int:
         return sum(tensor.elements for tensor in self.tensors)
 
@@ -147,10 +151,11 @@ def model_of(
     head: str | None = None,
     attention: str = "sdpa",
     notes: list[str] | None = None,
+    code: Path | None = None,
 ) -> Model:
     """`head`: one of `HEADS`, or VECTORS; None: the config's own. `attention`: "sdpa" or "eager". Adds to `notes` how
-    it was traced, if it was. Raises RequestError for an unknown architecture or head, or if a size is missing or
-    invalid."""
+    it was traced, if it was. `code`: the model's folder, if its own code is to run. Raises RequestError for an unknown
+    architecture or head, or if a size is missing or invalid."""
     kind, sizes = str(config.get("model_type")), Sizes(config, where)
     known, head = heads_of_kind(kind), head or own_head(config, where)
     if known and head not in (*known, VECTORS):
@@ -158,7 +163,7 @@ def model_of(
     if known:
         refuse_impossible(kind, sizes)
     if kind not in FAMILIES:
-        found, how = found_of(config, head, attention, where)
+        found, how = found_of(config, head, attention, where, code)
         if notes is not None and how:
             notes.append(how)
         return _traced(found, head, sizes)

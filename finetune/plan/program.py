@@ -251,14 +251,15 @@ class _Player:
             else:
                 made.append((value.slot, _Gradient(value.bytes, is_view=op.name == "linear")))
                 self.log.take(GRADIENTS_FLOW, value.bytes, op.name)
-        if op.weights:
+        trains = any(".lora_" in name or self.tape.trains(name) for name in op.weights)
+        if trains:
             self.log.step_in(Kind.MADE, place)
         self.log.passing(op.scratch_back, op.name)
         for gradient in arrived:
             self._let_go(gradient)
         for storage in op.saved:
             self._release(storage)
-        if op.weights:
+        if trains:
             self.log.step_in(Kind.HANDED_ON, place)
         if op.module:
             self.log.step_in(Kind.AFTER, place)

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from finetune.errors import RequestError
-from finetune.plan.families.no_text import NO_TEXT
 from finetune.plan.from_run import job_of
 from finetune.plan.job import PIPELINE, Job
 from finetune.plan.largest import Answer, most_that_fits
@@ -99,7 +98,7 @@ def longest(
         return job_of(run.settled(f"--{LONGEST}", **{str(flag): size}), machine, params_per_layer)
 
     job, flag = job_of(run, machine, params_per_layer)[0], tokens_flag(run)
-    if flag is None or job.model.family in NO_TEXT:
+    if flag is None or not job.model.reads_text:
         raise RequestError(f"--{LONGEST}: {run.recipe.script} reads no text. Ask for --{BATCH} instead.")
     grows = flag != "block_size" and not run.value("model_name_or_path")  # a new encoder has enough
     most = MOST_TOKENS if grows else min(positions_of(job.model.sizes.config.get), MOST_TOKENS)

@@ -24,7 +24,7 @@ from finetune.plan.named import CHARACTERS, Named, find_model, scratch_config
 from finetune.plan.values import Lora
 from finetune.run.choose import candidates, is_told
 from finetune.run.conflicts import FILES
-from finetune.run.facts import left_to_adapter, tokens_flag
+from finetune.run.facts import MOST_SIDE, left_to_adapter, tokens_flag
 from finetune.run.files import ADAPTER_CONFIG, RUN_RECORD, without_base
 from finetune.run.flags.images import ImageModelArguments
 from finetune.run.flags.language import CausalModelArguments
@@ -35,6 +35,7 @@ from finetune.run.resolve import resolve
 from finetune.run.run import Run
 from finetune.run.sizes import DISTILBERT_SIZES, causal_shape, distilbert_shape, resnet_shape
 from finetune.safe_read import read_json_object
+from finetune.safe_read.folders import check_model_folder
 
 SHAPING = ("model_size", "config_overrides", "tokenizer", "bpe_vocab_size")  # flags of a model from scratch
 BYTES = 256 + 1  # and the end-of-text token
@@ -131,7 +132,7 @@ def model_of_run(run: Run, params_per_layer: int | None, notes: list[str], flag:
     if kind in NO_TEXT and tokens_flag(run):
         raise RequestError(f"{run.said(flag)}: a {kind} reads no text. Plan it with --recipe image_cls.")
     if kind not in KINDS:
-        return _traced(config, run, str(given), notes)
+        return _traced(config, run, found.name, notes)
     if head not in (None, *heads_of_kind(kind), VECTORS):
         notes.append(f"the head that {run.recipe.script} trains is not known for a {kind}; its own is counted")
         head = None
@@ -249,8 +250,14 @@ def lora_of(run: Run, model: Model, notes: list[str]) -> Lora | None:
 
 
 def _traced(config: dict[str, Any], run: Run, given: str, notes: list[str]) -> Model:
+    head = head_of(run) or CAUSAL
+    if head == IMAGES:
+        config = {**config, "image_size": config.get("image_size") or run.value("image_size") or MOST_SIDE}
+    code = Path(given).expanduser() if run.value("trust_remote_code") and "auto_map" in config else None
     try:
-        return model_of(config, given, head_of(run) or CAUSAL, _attention(run), notes)
+        if code is not None:
+            check_model_folder(code, run.said("model_name_or_path"), trusts_code=True)
+        return model_of(config, given, head, _attention(run), notes, code)
     except RequestError as error:
         raise RequestError(
             f"{error} Give --params_per_layer N, the parameters of one of its layers: it is then planned as a Llama of "

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from finetune.plan.joined import joined_evaluation_of, joined_program_of
 from finetune.plan.program import TEMPORARY, Event, Kind, Stretch, evaluation_of, program_of
 from finetune.plan.tape import Tape
 from finetune.plan.values import TILED_MLP, Op, Segment
@@ -85,6 +86,11 @@ class Engine:
 
     own_linear = False
 
+    @property
+    def enters_modules(self) -> bool:
+        mine, none = type(self), Engine
+        return (mine.before_module, mine.after_module) != (none.before_module, none.after_module)
+
     def before_module(self, ledger: Ledger, module: str) -> None:
         """The parameters of `module` are about to be used."""
 
@@ -106,7 +112,7 @@ class Pass:
 
     def __init__(self, tape: Tape, ledger: Ledger, engine: Engine, gradient_bytes: Callable[[str], int]) -> None:
         self.tape, self.ledger, self.engine, self.gradient_bytes = tape, ledger, engine, gradient_bytes
-        self.program = program_of(tape)
+        self.program = (program_of if engine.enters_modules else joined_program_of)(tape)
         self.waiting: dict[str, int] = {}  # gradients received so far, of weights used more than once
 
     def forward(self) -> None:
@@ -117,7 +123,8 @@ class Pass:
 
     def evaluate(self, phase: str = "evaluation") -> None:
         """Forward only, without gradients."""
-        self._play(phase, self.tape.segments, evaluation_of(self.tape))
+        events = (evaluation_of if self.engine.enters_modules else joined_evaluation_of)(self.tape)
+        self._play(phase, self.tape.segments, events)
 
     def _play(self, phase: str, segments: Iterable[Segment], events: Iterable[list[Event]]) -> None:
         self.ledger.phase = phase

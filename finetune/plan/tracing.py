@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError
-from finetune.plan.families.parts import IMAGES
 from finetune.plan.trace_files import KNOWN, known_trace
 from finetune.run.environment import environment_of_child
 
@@ -31,18 +30,24 @@ MADE_BY = ("tracing", "recording", "fitting")  # modules beside it
 NOT_SHAPES = ("auto_map", "_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
-def found_of(config: Mapping[str, Any], head: str, attention: str, where: str) -> tuple[Mapping[str, Any], str]:
+def found_of(
+    config: Mapping[str, Any], head: str, attention: str, where: str, code: Path | None = None
+) -> tuple[Mapping[str, Any], str]:
     """What `finetune.measure.tracing.traced` finds, and how it was found; nothing about the latter for known programs.
-    Raises RequestError if transformers has no such architecture, or if its modules cannot run without data."""
-    if known := known_trace(config, head, attention, where):
+    `code`: the model's folder, if its own code is to run. Raises RequestError if transformers has no such architecture,
+    or if its modules cannot run without data."""
+    if code is None and (known := known_trace(config, head, attention, where)):
         return known, ""
     plain = {name: value for name, value in config.items() if name not in NOT_SHAPES}
     kind = config.get("model_type")
-    if not isinstance(kind, str) or not _is_listed(kind):
-        raise RequestError(f"{where}: model_type is {kind!r}, which transformers {version('transformers')} lacks.")
-    if head == IMAGES:
-        raise RequestError(f"{where}: models for {head} are not traced.")
-    file = _cache() / f"{_key(plain, head, attention)}.json"
+    if code is not None:
+        plain |= {"auto_map": config["auto_map"], "_name_or_path": str(code)}
+    elif not isinstance(kind, str) or not _is_listed(kind):
+        mend = " --trust_remote_code True runs the code in its folder." if "auto_map" in config else ""
+        raise RequestError(
+            f"{where}: model_type is {kind!r}, which transformers {version('transformers')} lacks.{mend}"
+        )
+    file = _cache() / f"{_key(plain, head, attention, code)}.json"
     if file.is_file():
         found, how = dict(json.loads(file.read_text(encoding="utf-8"))), "traced earlier"
     else:
@@ -69,7 +74,7 @@ def _traced(config: dict[str, Any], head: str, attention: str, where: str) -> di
         given, out = Path(folder, "config.json"), Path(folder, "trace.json")
         given.write_text(json.dumps(config), encoding="utf-8")
         words = [sys.executable, "-m", TRACING, str(given), head, attention, str(out)]
-        env = environment_of_child()
+        env = environment_of_child() | {"HF_MODULES_CACHE": folder}  # where transformers copies a model's own code
         try:
             done = subprocess.run(words, capture_output=True, text=True, timeout=LONGEST, check=False, env=env)
         except subprocess.TimeoutExpired as error:
@@ -83,10 +88,11 @@ def _traced(config: dict[str, Any], head: str, attention: str, where: str) -> di
         return dict(json.loads(out.read_text(encoding="utf-8")))
 
 
-def _key(config: dict[str, Any], head: str, attention: str) -> str:
+def _key(config: dict[str, Any], head: str, attention: str, code: Path | None) -> str:
     """A hash of all that a trace depends on."""
     folder = Path(__file__).resolve().parents[1] / "measure"
-    sources = b"".join((folder / f"{name}.py").read_bytes() for name in MADE_BY)
+    files = [*(folder / f"{name}.py" for name in MADE_BY), *(sorted(code.glob("*.py")) if code else ())]
+    sources = b"".join(file.read_bytes() for file in files)
     made_by = [version("transformers"), version("torch"), hashlib.sha256(sources).hexdigest()]
     return hashlib.sha256(json.dumps([config, head, attention, made_by], sort_keys=True).encode()).hexdigest()
 

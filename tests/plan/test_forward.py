@@ -89,6 +89,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 EAGER_ALONE = ("gemma2", "gpt_oss")
 WIDE = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 5, "vocab_size": 300, "pad_token_id": 0}
 OPT = {"model_type": "opt", **WIDE, "ffn_dim": 96, "max_position_embeddings": 128, "word_embed_proj_dim": 64}
+VISION = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96,
+          "image_size": IMAGE, "patch_size": 8, "num_labels": 4}  # fmt: skip
 # Families of which no program is known.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": (CAUSAL, OPT),
@@ -100,6 +102,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bart": (SEQ2SEQ, {"model_type": "bart", "d_model": 64, "encoder_layers": 2, "decoder_layers": 3,
                        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96,
                        "decoder_ffn_dim": 96, "vocab_size": 300, "max_position_embeddings": 128, "pad_token_id": 0}),
+    "vit": (IMAGES, {"model_type": "vit", **VISION}),
     "deepseek_v3": (CAUSAL, {
         "model_type": "deepseek_v3", **WIDE, "num_hidden_layers": 3, "num_key_value_heads": 4, "intermediate_size": 96,
         "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
@@ -226,7 +229,8 @@ def real_model(name: str, way: Way) -> Any:
     family = settled.pop("model_type")
     real = AutoConfig.for_model(family, **settled)
     if head == IMAGES:
-        model = AutoModelForImageClassification.from_config(real).train()
+        how = {"attn_implementation": way.attention} if name in OTHERS else {}
+        model = AutoModelForImageClassification.from_config(real, **how).train()
     else:
         model = AUTO[head].from_config(real, attn_implementation=way.attention).train()
     model.config.use_cache = False  # as the Trainer does
@@ -326,7 +330,7 @@ OTHER_WAYS = (Way(), Way(half=True), Way(autocast=True), Way(attention="eager"),
 @pytest.mark.parametrize("name", OTHERS)
 def test_peaks_of_families_that_are_not_known_are_those_of_the_real_models(name: str, way: Way) -> None:
     real = real_peaks(name, way)
-    within = 0.05 if name == "deepseek_v3" else 0.02
+    within = 0.05 if name == "deepseek_v3" else 0.09 if (name, way) == ("vit", Way(autocast=True)) else 0.02
     assert planned_peaks(name, way) == {phase: pytest.approx(size, rel=within) for phase, size in real.items()}
 
 

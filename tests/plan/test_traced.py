@@ -145,6 +145,45 @@ def test_what_cannot_be_traced_is_refused_with_what_the_process_said(
         plan(str(tmp_path), gpu="H100-80GB", recipe="causal_lm", block_size=256)
 
 
+OWN = """from transformers import LlamaConfig, LlamaForCausalLM
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.fixture
+def with_code(tmp_path: Path) -> Path:
+    """A folder of a model with its own code, which is a small Llama's."""
+    config = {"model_type": "own", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "intermediate_size": 96, "vocab_size": 500, "max_position_embeddings": 512,
+              "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text(OWN)
+    return tmp_path
+
+
+HERE = {"gpu": "H100-80GB", "recipe": "causal_lm", "block_size": 256, "search": False}
+
+
+def test_a_models_own_code_is_not_run_unless_it_is_trusted(with_code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "_traced", lambda *_: pytest.fail("a process was started"))
+    with pytest.raises(RequestError, match=r"lacks\. --trust_remote_code True runs the code in its folder\."):
+        plan(str(with_code), **HERE)
+
+
+@pytest.mark.nightly
+def test_a_models_own_code_is_traced_if_it_is_trusted(with_code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "_traced", IN_A_PROCESS)
+    found = plan(str(with_code), **HERE, trust_remote_code=True)
+    llama = {**json.loads((with_code / "config.json").read_text()), "model_type": "llama"}
+    known = model_of(llama, "llama", CAUSAL)
+    assert found.plan.job.model.parameters == known.parameters
+    assert found.plan.job.model.trace is not None
+    assert len(found.plan.job.model.trace.ops) == len(known.trace.ops if known.trace else ())
+
+
 @pytest.mark.parametrize("kind", ["nothing_at_all", ["a"], None])
 def test_what_transformers_has_not_is_refused_at_once_with_what_can_be_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any

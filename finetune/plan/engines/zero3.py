@@ -35,6 +35,28 @@ class Gather:
     parameters: int
 
 
+@lru_cache(maxsize=128)
+def _order(
+    tape: Tape, goes_back: bool
+) -> tuple[dict[str, tuple[str, ...]], list[int], list[str], dict[str, list[int]]]:
+    """What `Zero3.trace` records: the weights of each module, and `entered`, `uses` and `later`."""
+    program = program_of(tape)
+    passes = [*zip(tape.segments, program.forward, strict=True)]
+    if goes_back:
+        passes += zip(reversed(tape.segments), reversed(program.backward), strict=True)
+    used = [segment.ops[event[1]] for segment, events in passes for event in events if event[0] is Kind.BEFORE]
+    around = [set[str](), *(_holders(op.module) for op in used)]
+    uses, later = [name for op in used for name in op.weights], defaultdict[str, list[int]](list)
+    for index, name in enumerate(uses):
+        later[name].append(index)
+    return (
+        {op.module: op.weights for op in used},
+        [1 + len(now - before) for before, now in pairwise(around)],
+        uses,
+        later,
+    )
+
+
 class Zero3(Resident):
     own_linear = True  # runtime/zero/linear.py, LinearFunctionForZeroStage3
 
@@ -64,19 +86,8 @@ class Zero3(Resident):
     def trace(self, tape: Tape, goes_back: bool = True) -> None:
         """The order of modules in a micro-batch, forward and backward, which DeepSpeed records in its first step. A
         model that is never trained has no backward pass."""
-        program = program_of(tape)
-        passes = [*zip(tape.segments, program.forward, strict=True)]
-        if goes_back:
-            passes += zip(reversed(tape.segments), reversed(program.backward), strict=True)
-        used = [segment.ops[event[1]] for segment, events in passes for event in events if event[0] is Kind.BEFORE]
-        self.modules = {op.module: op.weights for op in used}
-        around = [set[str](), *(_holders(op.module) for op in used)]
-        self.entered = [1 + len(now - before) for before, now in pairwise(around)]
-        self.uses = [name for op in used for name in op.weights]
+        self.modules, self.entered, self.uses, self.later = _order(tape, goes_back)
         self.ahead = [0, *accumulate(self.elements[name] for name in self.uses)]
-        self.later = defaultdict(list)
-        for index, name in enumerate(self.uses):
-            self.later[name].append(index)
 
     def hold(self, ledger: Ledger) -> None:
         """_create_fp16_partitions_with_defragmentation, _create_fp32_partitions (a copy in fp32 runs, too),

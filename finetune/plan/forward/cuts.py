@@ -1,8 +1,9 @@
-"""A trace cut into layers and what lies between them, and which layers are alike."""
+"""A trace cut into layers and what lies between them, which layers are alike, and what its values are used for."""
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,8 +11,28 @@ from itertools import groupby
 from typing import Any
 
 from finetune.plan.model import Trace
+from finetune.plan.values import ATTENTION
 
+LINEAR, SOFTMAX = ("mm", "addmm"), "_softmax"
 LAYER = re.compile(r".*?\.\d+(?=\.)")  # the name of the layer that a parameter belongs to
+
+
+class Uses:
+    """What a trace's values are used for: in slices, by a softmax, by which attention; which storages die at each
+    operator; and the head's place."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.dying = defaultdict[int, list[int]](list)
+        for place, at in enumerate(trace.last):
+            self.dying[at].append(place)
+        users = [(op["name"], op, number) for op in trace.ops for number in op["in"]]
+        self.sliced = {number for name, _, number in users if name == "slice"}
+        self.in_softmax = {number for name, _, number in users if name == SOFTMAX}
+        self.attentions = {number: op for name, op, number in users if name == ATTENTION}
+        self.head = max((at for at, op in enumerate(trace.ops) if op["name"] in LINEAR and op["weights"]), default=-1)
+
+
+uses_of = lru_cache(maxsize=8)(Uses)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from finetune.plan.families.parts import SEQ2SEQ, Sizes
+from finetune.plan.families.parts import IMAGES, SEQ2SEQ, Sizes
 from finetune.plan.tape import Tape
 from finetune.plan.values import Segment, Value
 
@@ -35,7 +35,7 @@ class Batch:
 def terms(head: str, batch: Batch) -> tuple[int, ...]:
     """What sizes are sums of, each with a coefficient."""
     rows, tokens = batch.rows, batch.tokens
-    each: tuple[int, ...] = (1, tokens, tokens**2)
+    each: tuple[int, ...] = (1,) if head == IMAGES else (1, tokens, tokens**2)
     if head == SEQ2SEQ:
         out = batch.targets or tokens
         each = (*each, out, out**2, tokens * out)

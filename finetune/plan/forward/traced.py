@@ -3,26 +3,25 @@ what autograd saves of each, and when the last variable lets go of a tensor."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from finetune.plan.families.parts import VECTORS
+from finetune.plan.families.parts import IMAGES, VECTORS
 from finetune.plan.forward.attention import FUSED, Heads, attend, document_mask, kind_of
-from finetune.plan.forward.cuts import Cut, cuts_of
+from finetune.plan.forward.cuts import LINEAR, SOFTMAX, Cut, cuts_of, uses_of
 from finetune.plan.forward.losses import chunked_loss, output_in_fp32, vector_loss
 from finetune.plan.forward.parts import RNG_STATE_BYTES, Setting, pattern, renamed, terms
 from finetune.plan.forward.spread_experts import end_of_mixture, spread_experts
 from finetune.plan.model import Trace
 from finetune.plan.values import ATTENTION, FP32_BYTES, HALF_BYTES, Gemm, Storage, Value
 
-LINEAR = ("mm", "addmm")
-IN_HALF = (*LINEAR, "bmm", "baddbmm")  # under autocast (aten/src/ATen/autocast_mode.h)
+CONVOLUTION = "convolution"
+IN_HALF = (*LINEAR, "bmm", "baddbmm", CONVOLUTION)  # under autocast (aten/src/ATen/autocast_mode.h)
 PRODUCTS = (*IN_HALF, "_grouped_mm")
 TURNS = ("transpose", "permute")
-CAST, SOFTMAX = "_to_copy", "_softmax"
+CAST = "_to_copy"
 NAMES = {"clone": "copy", CAST: "cast", "_log_softmax": "log_softmax", "_grouped_mm": "grouped_mm",
          "baddbmm": "matmul"}  # fmt: skip
 PASSES_ON = ("add", "sub", "clone", "add_", "copy_")
@@ -47,7 +46,7 @@ def tape_of_trace(trace: Trace, setting: Setting) -> Value:
             player.masks = document_mask(setting) if part is parts[0] else player.masks
             skips_to = 0
             for place, (at, op) in enumerate(part.ops):
-                if at == player.head and setting.loss_chunk_tokens:
+                if at == player.seen.head and setting.loss_chunk_tokens:
                     return chunked_loss(setting, player.values[op["in"][0]], op["weights"][-1])
                 if player.is_spread(op):
                     skips_to = place + player.play_spread([one for _, one in part.ops[place:]])
@@ -88,15 +87,8 @@ class _Player:
         self.values: dict[int, Value] = {}
         self.storages: dict[int, Storage] = {}
         self.whole: dict[int, int] = {}  # bytes per element before a conversion to fp32
-        self.dying = defaultdict[int, list[int]](list)
-        for place, at in enumerate(trace.last):
-            self.dying[at].append(place)
-        users = [(op["name"], op, number) for op in trace.ops for number in op["in"]]
-        self.sliced = {number for name, _, number in users if name == "slice"}
-        self.in_softmax = {number for name, _, number in users if name == SOFTMAX}
-        self.attentions = {number: op for name, op, number in users if name == ATTENTION}
+        self.seen = uses_of(trace)
         self.masks: tuple[Value, ...] = ()  # of all attention without a mask of its own
-        self.head = max((at for at, op in enumerate(trace.ops) if op["name"] in LINEAR and op["weights"]), default=-1)
 
     def size(self, fitted: Sequence[float]) -> int:
         return max(round(sum(one * term for one, term in zip(fitted, self.terms, strict=True))), 1)
@@ -106,7 +98,10 @@ class _Player:
 
     def value(self, number: int) -> Value:
         if number not in self.values:  # a batch or a buffer: already allocated
-            self.put(number, Value(self.elements(number), self.trace.values[number][1], Storage(0), False))
+            traced = self.trace.values[number][1]
+            is_image = traced == HALF_BYTES and self.setting.head == IMAGES
+            size = self.numbers.bytes_each if is_image else traced
+            self.put(number, Value(self.elements(number), size, Storage(0), False))
         return self.values[number]
 
     def put(self, number: int, value: Value) -> None:
@@ -119,7 +114,7 @@ class _Player:
 
     def let_go(self, at: int) -> None:
         """Variables held these storages up to now."""
-        if dying := [self.storages[place] for place in self.dying[at] if place in self.storages]:
+        if dying := [self.storages[place] for place in self.seen.dying.get(at, ()) if place in self.storages]:
             self.tape.hold(*(Value(0, 1, storage, False) for storage in dying))
 
     def entry(self, part: Cut) -> tuple[Value, ...]:
@@ -149,7 +144,7 @@ class _Player:
         if weights and inputs:
             out = self.weighed(op, inputs[0])
         elif name in TURNS:
-            out = self.tape.alias(inputs[0]) if first in self.sliced or self.copies_back(op) else inputs[0]
+            out = self.tape.alias(inputs[0]) if first in self.seen.sliced or self.copies_back(op) else inputs[0]
         elif op["part"]:
             out = self.tape.alias(inputs[0], self.elements(first), name)
         elif name == CAST and inputs:
@@ -216,7 +211,7 @@ class _Player:
         size = self.trace.values[number][1]
         is_float = x.bytes_each in (HALF_BYTES, FP32_BYTES)
         if size == FP32_BYTES:
-            joined = number in self.in_softmax and self.numbers.is_fp16 and self.numbers.device == "cuda"
+            joined = number in self.seen.in_softmax and self.numbers.is_fp16 and self.numbers.device == "cuda"
             return (x if joined else self.tape.cast(x, size)), whole or x.bytes_each * is_float
         if size != HALF_BYTES:
             return self.tape.op("cast", (x,), x.elements, bytes_each=size, needs_grad=False), 0
@@ -225,9 +220,9 @@ class _Player:
 
     def copies_back(self, op: Any) -> bool:
         """Whether the gradient of a transposed value has another layout. Fused attention's has not."""
-        reader = self.attentions.get(op["out"][0])
+        reader = self.seen.attentions.get(op["out"][0])
         if reader is None:
-            return not self.attentions
+            return not self.seen.attentions
         is_given = len(reader["in"]) > len("qkv")
         trains = is_given and bool(self.trace.values[reader["in"][-1]][3])
         return kind_of(self.tape, self.heads(reader), is_given or bool(self.masks), trains) != FUSED
@@ -261,7 +256,7 @@ class _Player:
         saved = () if is_frozen else [self.storages[one] for one in dict.fromkeys(op["saved"]) if one in self.storages]
         out = tape.op(
             NAMES.get(name, name), inputs, self.elements(first), saves=[Value(0, 1, one) for one in saved],
-            saves_output=is_leaf or place in op["saved"], bytes_each=self.width(name, traced, inputs),
+            saves_output=is_leaf or place in op["saved"], bytes_each=self.width(op, traced, inputs),
             extra_saved=sum(sides[number] for number in kept), weights=tuple(weights[::-1]),
             module=module, passes_on=name in PASSES_ON,
             narrows=name == "cat", needs_grad=grad, **self.products(op, inputs, grad, trains),
@@ -279,15 +274,18 @@ class _Player:
         back = (*([of_input] if inputs[0].needs_grad else []), *([of_other] if trains or not op["weights"] else []))
         return {"gemms": gemms, "gemms_back": back if grad else ()}
 
-    def width(self, name: str, traced: int, inputs: Sequence[Value]) -> int:
+    def width(self, op: Any, traced: int, inputs: Sequence[Value]) -> int:
         """Bytes per element of its output: what is bf16 in the trace has the model's precision, under autocast that of
         its inputs."""
         if traced != HALF_BYTES:
             return traced
         if not self.numbers.autocast:
             return self.numbers.bytes_each
+        name = op["name"]
         if name in IN_HALF:
             return HALF_BYTES
+        if op["weights"] and name not in PRODUCTS and self.setting.head == IMAGES:  # added to patches, say
+            return self.numbers.bytes_each
         read = inputs[:1] if name in PRODUCTS else inputs
         floats = [one.bytes_each for one in read if one.bytes_each in (HALF_BYTES, FP32_BYTES)]
         return max(floats, default=self.numbers.bytes_each)
