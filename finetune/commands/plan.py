@@ -260,7 +260,7 @@ def as_json(outcome: Outcome, layouts: Found | None) -> dict[str, Any]:
         "job": _job(found.job),
         "machine": found.machine.name,
         "fits": found.fits,
-        "limit_bytes": found.limit_bytes,
+        "limit_bytes": found.limit_bytes, "device_bytes": found.device_bytes,
         "ranks": [_rank(rank) for rank in found.ranks],
         "seconds": asdict(found.seconds),
         "samples_per_second": found.seconds.samples_per_second,

@@ -23,9 +23,8 @@ from finetune.plan.values import FP32_BYTES, INT64_BYTES
 from finetune.plan.zero import Zero
 
 BESIDE_STEPS = ("evaluation", "saving")  # phases outside training steps
-TEACHER, REFERENCE = "teacher", "reference"
+TEACHER, REFERENCE, COPIED, CHECKPOINTS = "teacher", "reference", "copy of a checkpoint", "activation checkpoints"
 BATCH, WORKSPACE, BUFFERS, SAVED = "batch", "workspace", "model buffers", "weights being saved"
-COPIED, CHECKPOINTS = "copy of a checkpoint", "activation checkpoints"
 COLUMNS_OF_SHARED = 4  # of texts that ranks share: ids, positions, and labels twice (finetune/data/shares.py)
 
 

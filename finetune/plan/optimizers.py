@@ -23,9 +23,9 @@ class Rule:
     operators: int
 
 
-# Bytes per element, all in fp32, counted in torch 2.13's optim/adam.py and optim/sgd.py, and transformers 5.23's
-# optimization.py: fused Adam reads weight, gradient and both moments and writes all but the gradient; the loop passes
-# over them once per operator (mul_, lerp_, mul_, addcmul_, sqrt, div, add_, addcdiv_).
+# Bytes per element, counted in torch 2.13's optim/adam.py and optim/sgd.py, and transformers 5.23's optimization.py, in
+# fp32 except for MIXED: fused Adam reads weight, gradient and both moments and writes all but the gradient; the loop
+# passes over them once per operator (mul_, lerp_, mul_, addcmul_, sqrt, div, add_, addcdiv_).
 KINDS = {
     "adam": Rule(28, 1),
     "adam_foreach": Rule(80, 8),
@@ -37,6 +37,7 @@ KINDS = {
     "adam8bit": Rule(16, 1),
     "kahan_adam": Rule(80, 16),  # in bf16 with Kahan summation (torch-optimi 0.3); with fp32 weights 104 and 11
 }
+MIXED = ("adam8bit", "kahan_adam")
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class Optimizer:
 
     kind: str
     bytes_each: int = FP32_BYTES
+
+    @property
+    def moved(self) -> float:
+        """Bytes per element that a step reads and writes."""
+        return KINDS[self.kind].moved * (1 if self.kind in MIXED else self.bytes_each / FP32_BYTES)
 
     def state_bytes(self, shape: tuple[int, ...]) -> int:
         """For one parameter, or for one flat partition."""

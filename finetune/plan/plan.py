@@ -13,6 +13,11 @@ from finetune.plan.memory import COPIED, SAVED, RankMemory, plan_memory
 from finetune.plan.seconds import StepSeconds, plan_seconds
 from finetune.plan.values import FP32_BYTES
 
+# What torch's allocator keeps beyond its peak, as a share of it: freed blocks that fit nothing else. Fitted to what
+# fms-acceleration published of both on one A100 (docs/results/plan_public.md). The allocator returns these blocks
+# before it runs out of memory, so they do not count against what fits.
+RESERVED = 0.2
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -40,6 +45,10 @@ class Plan:
         return self.fullest.peak.bytes
 
     @property
+    def device_bytes(self) -> int:
+        return shown_bytes(self.machine, self.peak_bytes)
+
+    @property
     def host(self) -> dict[str, int]:
         return host_of_node(self.job, self.ranks)
 
@@ -56,6 +65,11 @@ def usable_bytes(machine: Machine) -> int:
     """What torch's allocator can give to tensors: the device's memory less the context and less the share lost between
     blocks (`fragmentation` of the profile)."""
     return int((machine.memory_bytes - machine.context_bytes) * (1 - machine.fragmentation))
+
+
+def shown_bytes(machine: Machine, peak_bytes: int) -> int:
+    """What nvidia-smi shows for a process with this peak: its context, and what the allocator has reserved."""
+    return min(machine.memory_bytes, machine.context_bytes + int((1 + RESERVED) * peak_bytes))
 
 
 def host_of_node(job: Job, ranks: Sequence[RankMemory]) -> dict[str, int]:

@@ -11,9 +11,10 @@ from finetune.plan.job import FSDP, TRAINER, Job
 from finetune.plan.kernels import NOTHING, Kernels, Work
 from finetune.plan.machine import Machine
 from finetune.plan.optimizers import KINDS
+from finetune.plan.values import FP32_BYTES
 
 HORIZONTAL = 0.1  # share of a launch per tensor, if one kernel takes many (torch's foreach, on a GPU)
-# Bytes per element besides the optimizer's own: a norm reads gradients, clipping reads and writes them.
+# Bytes per element besides the optimizer's own, in fp32: a norm reads gradients, clipping reads and writes them.
 CLIP_BYTES = 12
 # ZeRO takes norms in fp64 (zero/utils.py, get_norm_dtype: 20), joins and scales fp32 gradients, and writes the weights.
 NORM_BYTES, SHARD_BYTES = 20, 24
@@ -35,7 +36,8 @@ def update_of(job: Job, machine: Machine, kernels: Kernels, weights: Weights) ->
     if job.engine in (TRAINER, FSDP) or job.zero.stage == 0:
         shards = [math.prod(piece(t.shape, ranks)) if job.engine == FSDP else t.elements for t in weights.trained]
         launches = rule.operators * (1 + each * (count - 1)) + 2 * each * count
-        return Update(kernels.moved((rule.moved + CLIP_BYTES) * sum(shards), launches))
+        clipped = CLIP_BYTES * job.stepping.bytes_each / FP32_BYTES
+        return Update(kernels.moved((job.stepping.moved + clipped) * sum(shards), launches))
     owned = sum(tensor.elements * tensor.holders for tensor in weights.trained) / ranks
     norms = count if job.zero.stage == 3 else count / ranks
     work = kernels.moved(NORM_BYTES * owned, 3 * norms)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from finetune.errors import plain
 from finetune.plan.cost import speedup_of
 from finetune.plan.engines.resident import BUCKETS, GATHERED, GRADIENTS, MASTERS, PARAMETERS, PIPE, STATES
-from finetune.plan.families.no_text import NO_TEXT
 from finetune.plan.job import FSDP, PIPELINE, TRAINER
 from finetune.plan.memory import BATCH, BUFFERS, COPIED, SAVED, WORKSPACE
 from finetune.plan.program import ACTIVATIONS, GRADIENTS_FLOW, TEMPORARY
@@ -66,7 +65,7 @@ def fills_host(plan: Plan) -> bool:
 
 def headline(plan: Plan) -> str:
     job, model = plan.job, plan.job.model
-    of_tokens = "" if job.model.family in NO_TEXT else f" of {job.tokens:,} tokens"
+    of_tokens = f" of {job.tokens:,} tokens" if model.reads_text else ""
     of_tokens += f" to {job.targets:,}" if job.targets else ""
     batch = f"micro-batch {job.micro_batch}{of_tokens}"
     batch += f", accumulation {job.accumulation}" if job.accumulation > 1 else ""
@@ -116,6 +115,9 @@ def more_words(plan: Plan) -> list[str]:
             f"Collectives take {seconds_words(seconds.communication)} in total; computation hides "
             f"{seconds_words(hidden)} of it."
         )
+    if plan.machine.device != "cpu":
+        tool = "rocm-smi" if plan.machine.device == "rocm" else "nvidia-smi"
+        lines.append(f"{tool} will show about {gib(plan.device_bytes)} GiB: freed memory stays reserved.")
     if plan.host_bytes and not fills_host(plan):
         lines.append(f"On the host: up to {gib(plan.host_bytes)} of {gib(plan.host_limit_bytes)} GiB per node.")
     return lines
@@ -169,7 +171,7 @@ def answer_line(answer: Answer) -> str:
 
 
 def _cells(one: Candidate) -> tuple[str, ...]:
-    job, speed, is_text = one.plan.job, one.samples_per_second, one.plan.job.model.family not in NO_TEXT
+    job, speed, is_text = one.plan.job, one.samples_per_second, one.plan.job.model.reads_text
     said = f"{number(speed * job.sample_tokens)} tokens/s" if is_text else f"{number(speed)} samples/s"
     ckpt = "yes" if job.checkpoint_interval else "no"
     held = gib(one.plan.peak_bytes), gib(one.plan.host_bytes)

@@ -614,7 +614,8 @@ def test_an_adapters_folder_is_planned_on_its_base(tmp_path: Path, capsys: pytes
 
 
 JSON_KEYS = {
-    "": "schema answer cost one_more job machine fits limit_bytes ranks seconds samples_per_second notes layouts",
+    "": "schema answer cost one_more job machine fits limit_bytes device_bytes ranks seconds samples_per_second notes "
+    "layouts",
     "answer": "question found next flags hours options",
     "options": "found layout job peak_bytes host_bytes step_seconds samples_per_second why_not",
     "cost": "steps is_told hours gpu_hours price_per_gpu_hour price most_kwh error",

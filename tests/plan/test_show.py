@@ -134,6 +134,17 @@ def test_the_moment_of_the_peak_is_said_in_words() -> None:
     assert "The peak of rank 7 is in backward, log_softmax." in printed(80, planned())
 
 
+@pytest.mark.parametrize(("gpu", "tool"), [("A100-80GB", "nvidia-smi"), ("MI300X", "rocm-smi"), ("cpu", None)])
+def test_what_the_drivers_tool_will_show_is_said(gpu: str, tool: str | None) -> None:
+    """A fifth above the peak, and the context; never more than there is."""
+    machine = find_machine(gpu)
+    one = replace(planned(), machine=machine)
+    size = one.peak_bytes + one.peak_bytes // 5 + machine.context_bytes
+    line = f"{tool} will show about {gib(size)} GiB"
+    assert (line in printed(100, one)) == (tool is not None)
+    assert replace(planned(held(0, 200)), machine=machine).device_bytes == machine.memory_bytes or tool is None
+
+
 def test_what_does_not_fit_says_how_much_is_too_much_and_what_would_help() -> None:
     one = planned(held(0, 200))
     text = printed(100, one, None, [replace(SLOW, layout="activation checkpointing every layer")])

@@ -124,6 +124,12 @@ def test_the_trainer_alone_updates_and_clips_every_tensor(kind: str) -> None:
     assert found.host == 0
 
 
+@pytest.mark.parametrize(("kind", "moved"), [("adam", 14), ("adam_foreach", 40), ("kahan_adam", 80)])
+def test_weights_and_states_in_bf16_are_half_as_much_to_move(kind: str, moved: int) -> None:
+    found = update(precision="bf16", dtype="bfloat16", optimizer=Optimizer(kind))
+    assert found.work.device == pytest.approx((moved + 6) * ELEMENTS)
+
+
 def test_on_a_cpu_each_tensor_is_an_operator_of_its_own() -> None:
     found = update(replace(SLOW, device="cpu", name="slow cpu"), device="cpu", optimizer=Optimizer("adam_foreach"))
     assert found.work.launches == pytest.approx(8 * TENSORS + 2 * TENSORS)

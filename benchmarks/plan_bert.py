@@ -1,0 +1,73 @@
+"""Published runs of BERT on V100s, compared with `finetune plan`: a part of docs/results/plan_public.md, which
+plan_public.py prints. Every plan is computed anew; eager attention of BERT is traced for it, which needs torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from plan_speed import Speed, kind_of, table
+
+from finetune.plan.job import DEEPSPEED, TRAINER, Job
+from finetune.plan.machine import find_machine
+from finetune.plan.memory import plan_memory
+from finetune.plan.model import model_of
+from finetune.plan.named import find_model_config
+from finetune.plan.optimizers import Optimizer
+from finetune.plan.plan import RESERVED
+from finetune.plan.seconds import plan_seconds
+
+MODEL = "bert-large-uncased"
+CONTEXT_MIB = 1343  # as the guide measured it, with CUDA 11.2
+MIB = 2**20
+HEAD = """
+## BERT on V100s
+
+BERT-large with eager attention and dropout, on one GPU.
+
+- guide: the documentation of transformers 4.21, "Efficient Training on a Single GPU": classification of full samples of
+  512 tokens by the Trainer, on a V100 with 16 GB; what NVML shows after the run, and samples/s of a run of one minute,
+  its first steps included. The context is as large as it measured. Its loop of AdamW is planned as a fused one.
+- DeepSpeed: its tutorial "BERT fine-tuning", tables 2 and 3, the columns of PyTorch: SQuAD in fp16, 384 tokens.
+"""
+
+
+def job_of(row: dict[str, Any]) -> Job:
+    model = model_of(find_model_config(MODEL), MODEL, row["head"], "eager")
+    return Job(
+        model, DEEPSPEED if row["layout"] == "zero0" else TRAINER, micro_batch=row["batch"], tokens=row["tokens"],
+        accumulation=row["accumulation"], precision=row["precision"], checkpoint_interval=int(row["checkpointing"]),
+        attention="eager", optimizer=Optimizer(row["optimizer"]),
+    )  # fmt: skip
+
+
+def speed(row: dict[str, Any]) -> Speed:
+    job, published = job_of(row), row["samples_per_second"]
+    if row["source"] == "guide" and row["optimizer"] == "adam":
+        job = replace(job, optimizer=Optimizer("adam_foreach"))
+    planned = plan_seconds(job, find_machine(row["gpu"])).samples_per_second
+    return Speed((f"{published:.2f}", f"{planned:.2f}"), planned / published - 1, False, kind_of(row["tokens"], 1))
+
+
+def shown_mib(row: dict[str, Any]) -> float:
+    """What NVML shows."""
+    machine = find_machine(row["gpu"])
+    peak = plan_memory(job_of(row), machine).peak.bytes
+    return min(machine.memory_bytes / MIB, CONTEXT_MIB + (1 + RESERVED) * peak / MIB)
+
+
+def page(data: dict[str, Any]) -> list[str]:
+    lines = list[list[str]]()
+    for row in data["bert"]:
+        fast, memory = speed(row), ["-", "-", "-"]
+        if "smi_mib" in row:
+            size = shown_mib(row)
+            memory = [f"{row['smi_mib']:,}", f"{size:,.0f}", f"{size / row['smi_mib'] - 1:+.0%}"]
+        lines.append([
+            row["source"], row["gpu"], row["precision"], f"{row['batch']} x {row['accumulation']}",
+            "yes" if row["checkpointing"] else "no", row["optimizer"], *memory, *fast.cells, f"{fast.error:+.0%}",
+        ])  # fmt: skip
+    columns = ["source", "GPU", "precision", "batch", "checkpointing", "optimizer", "nvidia-smi MiB", "planned",
+               "error", "samples/s", "planned", "error"]  # fmt: skip
+    return [HEAD, *table(columns, lines)]
