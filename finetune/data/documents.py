@@ -161,11 +161,10 @@ def open_corpus(arguments: Any, seed: int, is_alone: bool = True) -> Corpus:
             )
         if isinstance(held_out, IterableDataset):
             held_out = Dataset.from_list(list(held_out.take(most or HELD_OUT_DOCUMENTS)))
+    elif arguments.streaming:
+        train, held_out = _draw_from_stream(train, percentage, most or HELD_OUT_DOCUMENTS, seed)
     else:
-        if arguments.streaming:
-            train, held_out = _draw_from_stream(train, percentage, most or HELD_OUT_DOCUMENTS, seed)
-        else:
-            train, held_out = _hold_out(train, percentage, seed)
+        train, held_out = _hold_out(train, percentage, seed)
     train, held_out = _first(train, arguments.max_train_samples), _first(held_out, most)
     notes = encoding_notes(arguments, ("train", "validation"))
     return Corpus(form.kind, train, held_out, formats, places, source, was_held_out, columns, column_names, notes)

@@ -168,14 +168,7 @@ def build_module(
     from deepspeed import checkpointing
     from deepspeed.pipe import PipelineModule
 
-    marked: list[Any] = []
-    places: dict[int, int] = {}  # index in `marked` -> index in `parts.layers`
-    for first, last in pairwise(parts.bounds):
-        marked.append(stage_begins)
-        for place in range(first, last):
-            places[len(marked)] = place
-            marked.append(parts.layers[place].spec)
-
+    marked, places = _marked(parts)
     built: list[Any] = []
 
     def seed_layer(index: int) -> None:
@@ -204,6 +197,18 @@ def build_module(
     made = [int(bound) for bound in module.partitions()]
     assert [bound - stage for stage, bound in enumerate(made)] == list(parts.bounds), "DeepSpeed cut elsewhere"
     return module
+
+
+def _marked(parts: Cut) -> tuple[list[Any], dict[int, int]]:
+    """The layers, with a mark where a stage begins, and by the index of a layer there its index in `parts.layers`."""
+    marked: list[Any] = []
+    places: dict[int, int] = {}
+    for first, last in pairwise(parts.bounds):
+        marked.append(stage_begins)
+        for place in range(first, last):
+            places[len(marked)] = place
+            marked.append(parts.layers[place].spec)
+    return marked, places
 
 
 def weight_names(parts: Cut, module: Any) -> tuple[dict[str, torch.nn.Parameter], dict[str, torch.Tensor]]:

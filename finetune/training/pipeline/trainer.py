@@ -99,7 +99,6 @@ class PipelineTrainer(EvaluatesOnce):
         if weights is not None:
             self.checkpoints.load_weights(weights)
         torch.manual_seed(args.seed + launch.rank)  # every stage must draw different dropout masks
-
         self.speed = SpeedMeter(model.multiplied_parameters, launch.world_size)
         self.state, self.control = TrainerState(), TrainerControl()
         self.saves = Saves(self, self.checkpoints)
