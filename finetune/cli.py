@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     _check_options(commands.add_parser("check", help="find mistakes in DeepSpeed configs, as a recipe does at startup"))
     _doctor_options(commands.add_parser("doctor", help="report what works on this machine, and how to fix the rest"))
     plans = "estimate a run's memory and speed, before anything is loaded"
-    _plan_options(commands.add_parser("plan", allow_abbrev=False, help=plans))
+    _plan_options(commands.add_parser("plan", help=plans))
     _bench_options(commands.add_parser("bench", help="really run a grid of models and layouts, and compare them"))
     reports = "report on runs and benchmarks, as one self-contained page or as Markdown"
     add = commands.add_parser("report", help=reports).add_argument

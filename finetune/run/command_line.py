@@ -18,9 +18,13 @@ CHOICE = re.compile(r"argument (.+): invalid choice: '?(.*?)'? \(choose from (.*
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Suggests the nearest flag for an unknown one, as the recipes do; subcommands' parsers are of this class too."""
+    """Suggests the nearest flag for an unknown one, as the recipes do, and takes no abbreviations; subcommands' parsers
+    are of this class too."""
 
     words: Sequence[str] = ()  # the words that it was given
+
+    def __init__(self, *args: Any, **words: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **words})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         self.words = sys.argv[1:] if args is None else args
@@ -42,12 +46,9 @@ class CommandParser(argparse.ArgumentParser):
         return [name[2:] for action in self._actions for name in action.option_strings if name.startswith("--")]
 
     def _typo(self) -> str | None:
-        """The first word that looks like a flag but is not the beginning of any flag of this parser."""
-        for word in self.words:
-            name = word.removeprefix("--").partition("=")[0]
-            if word.startswith("--") and not any(known.startswith(name) for known in self._names()):
-                return word
-        return None
+        """The first word that looks like a flag but is none of this parser's."""
+        named = (word for word in self.words if word.startswith("--"))
+        return next((word for word in named if word[2:].partition("=")[0] not in self._names()), None)
 
     def error(self, message: str) -> NoReturn:
         """Rephrase argparse's message in the recipes' wording. If an argument is missing, a typo may be why."""

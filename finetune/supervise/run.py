@@ -31,7 +31,7 @@ def supervise(words: Sequence[str], max_restarts: int) -> int:
     if command.hosts:  # one supervisor on each host; otherwise one in all
         place = command.home / f"host-{command.address or socket.gethostname()}"
     place.mkdir(parents=True, exist_ok=True)
-    if note := lock_run_folder(place, "finetune supervise"):
+    if note := lock_run_folder(place, "finetune supervise", run_folder=command.folder):
         print(note, file=sys.stderr, flush=True)
     return _Supervisor(command, max_restarts).run()
 

@@ -32,7 +32,7 @@ from finetune.run.launch import Launch
 from finetune.run.parse import RECIPE_KEY
 from finetune.run.run import Run
 from finetune.safe_read import read_json_object
-from finetune.training.checkpoints.lock import RESUMED_WAITS_SECONDS, lock_run_folder
+from finetune.training.checkpoints.lock import RESUMED_WAITS_SECONDS, lock_run_folder, refuse_supervised
 from finetune.training.checkpoints.writing import clear_leftovers, flush, write_durably
 from finetune.training.guards.memory import is_out_of_memory, out_of_memory
 from finetune.training.progress import metrics_of
@@ -46,9 +46,11 @@ KEPT_ROWS = 1_000  # of the log, in trainer_state.json and in memory; metrics.js
 
 
 def lock_output_dir(run: Run) -> str | None:
-    """Lock the folder against other runs. Returns a message to print, if any. Only rank 0, after `check_output_dir`."""
+    """Lock the folder against other runs. Returns a message to print, if any. Raises RequestError if another run, or a
+    supervisor of one, has it. Only rank 0, after `check_output_dir`."""
     folder = Path(run.values["output_dir"]).expanduser()
     wait = RESUMED_WAITS_SECONDS if run.value("resume") else 0.0
+    refuse_supervised(folder)
     return lock_run_folder(folder, command_line(run.argv, run.launch), wait)
 
 

@@ -33,6 +33,8 @@ FAULTY = f'{{ {ZERO2},\n  "gradient_cliping": 1.0,\n}}\n'
             ["bench", "grid.yaml", "--treshold=1"],
             "unknown flag --treshold=1 for `finetune bench`. Did you mean --thre",
         ),
+        (["supervise", "--max_restart", "3", "--", "x"], "for `finetune supervise`. Did you mean --max_restarts?"),
+        (["checkpoint", "ls", "runs/one", "--ver"], "unknown flag --ver for `finetune checkpoint ls`."),
         (["report", "runs/one", "--markdwon", "a.md"], "for `finetune report`. Did you mean --markdown?"),
         (["plan", "gpt2", "--per_device_train_batch_sise", "8"], "Did you mean --per_device_train_batch_size?"),
         (["check", "lora_24gb"], "lora_24gb: a recipe's YAML that names no DeepSpeed config"),

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from finetune.errors import BusyError, RequestError
+from finetune.run.files import SUPERVISION
+from finetune.run.supervised import environment_of
 from finetune.training.checkpoints import lock
-from finetune.training.checkpoints.lock import LOCK, give_up_locks, lock_run_folder
+from finetune.training.checkpoints.lock import LOCK, give_up_locks, lock_run_folder, refuse_supervised
 
 HOLD = """
 import os, sys
@@ -55,6 +57,28 @@ def test_the_second_is_refused_and_told_the_owner(tmp_path: Path) -> None:
         assert "python recipes/seq_cls.py" in said
     finally:
         end(owner)
+
+
+@pytest.mark.parametrize("place", [SUPERVISION, f"{SUPERVISION}/host-one"])
+def test_between_attempts_the_folder_is_its_supervisors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    (home := tmp_path / place).mkdir(parents=True)
+    owner = holder(home)
+    try:
+        with pytest.raises(RequestError, match=rf"(?s){tmp_path}: a supervisor keeps .*process {owner.pid} on"):
+            refuse_supervised(tmp_path)
+        for name, value in environment_of(tmp_path / SUPERVISION / "attempt-2", "digest").items():
+            monkeypatch.setenv(name, value)
+        refuse_supervised(tmp_path)  # its own
+        other = tmp_path.with_name(f"{tmp_path.name}-other")
+        for name, value in environment_of(other / SUPERVISION / "attempt-2", "digest").items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(RequestError, match="a supervisor keeps"):
+            refuse_supervised(tmp_path)
+    finally:
+        end(owner)
+    refuse_supervised(tmp_path)
 
 
 @pytest.mark.parametrize("forks", [False, True], ids=["alone", "with a worker that lives on"])

@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from finetune.errors import BusyError, RequestError
-from finetune.run.files import LOCK
+from finetune.run.files import LOCK, SUPERVISION
+from finetune.run.supervised import own_attempt
 
 # The previous run's ranks may still be ending, or its host may have failed: an NFS server keeps a dead client's lock
 # for about 90 s, its lease (Linux, Documentation/filesystems/nfs/nfsd-admin-interfaces.rst).
@@ -22,9 +23,12 @@ OWNER_BYTES = 4096
 _held: dict[Path, int] = {}  # file descriptors of this process: closing one releases its lock
 
 
-def lock_run_folder(folder: Path, command: str, wait_seconds: float = 0.0) -> str | None:
+def lock_run_folder(
+    folder: Path, command: str, wait_seconds: float = 0.0, run_folder: Path | None = None
+) -> str | None:
     """Lock the folder until this process ends. Returns None, or a note to print if the disk does not support locks.
-    Raises an error that names the owner: BusyError after waiting, else RequestError. Only rank 0 calls it."""
+    Raises an error that names the owner, and `run_folder` if that is another: BusyError after waiting, else
+    RequestError. Only rank 0 calls it."""
     path = folder.resolve() / LOCK
     if path in _held:
         return None
@@ -44,8 +48,8 @@ def lock_run_folder(folder: Path, command: str, wait_seconds: float = 0.0) -> st
                 continue
             os.close(handle)
             raise (BusyError if has_said else RequestError)(
-                f"--output_dir {folder}: another run writes there ({owner}). Wait until it ends, stop it, or give "
-                "another folder."
+                f"--output_dir {run_folder or folder}: another run writes there ({owner}). Wait until it ends, stop "
+                "it, or give another folder."
             ) from None
         except OSError as error:  # some network disks
             os.close(handle)
@@ -59,6 +63,23 @@ def lock_run_folder(folder: Path, command: str, wait_seconds: float = 0.0) -> st
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(record).encode()[:OWNER_BYTES], 0)
     return None
+
+
+def refuse_supervised(folder: Path) -> None:
+    """Raises RequestError if a supervisor that did not start this process keeps a run going in the folder. Between two
+    of its attempts, nobody holds the run's own lock."""
+    home, own = folder.resolve() / SUPERVISION, own_attempt()
+    if own is not None and own.resolve().is_relative_to(home):
+        return
+    for path in (home / LOCK, *home.glob(f"host-*/{LOCK}")):
+        with suppress(OSError), path.open("rb+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RequestError(
+                    f"--output_dir {folder}: a supervisor keeps a run going there ({_owner(file.fileno())}). Wait "
+                    "until it ends, stop it, or give another folder."
+                ) from None
 
 
 def give_up_locks() -> None:
