@@ -44,7 +44,7 @@ def _joined(events: list[Event]) -> Iterator[Event]:
 def _both(one: Stretch, other: Stretch) -> Stretch:
     total, net = sum(size for _, size in one.net), _sum(one.net, other.net)
     if total + other.peak <= one.peak:
-        return one._replace(net=net)
+        return Stretch(one.peak, one.at_peak, one.where, net)
     return Stretch(total + other.peak, _sum(one.net, other.at_peak), other.where, net)
 
 

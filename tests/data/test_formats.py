@@ -264,7 +264,7 @@ def test_a_renamed_column_that_no_file_has_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "held_out.jsonl", [{"text": "z"}])
     files = {"train_file": mixed, "validation_file": str(tmp_path / "held_out.jsonl")}
     assert len(open_corpora(CorpusArguments(**files, column_mapping=["body=text"]), seed=1)) == 2
-    with pytest.raises(RequestError, match=r"bode=text: the data has no column 'bode'; it has text, body\."):
+    with pytest.raises(RequestError, match=r"bode=texts: the data has no column 'bode'; it has text, body\."):
         open_corpora(CorpusArguments(**files, column_mapping=["body=text", "bode=texts"]), seed=1)
 
 
