@@ -22,6 +22,7 @@ from finetune.run import supervised
 from finetune.run.environment import processes_with
 from finetune.supervise.command import Command
 from finetune.supervise.decide import TRY_AGAIN, End
+from finetune.training.builds import builds_of, give_up_builds
 from finetune.training.checkpoints.manifest import CHECKPOINT, checkpoints_in
 
 MARK = "FINETUNE_SUPERVISOR"  # in the environment of every process that comes of a supervisor's command
@@ -57,8 +58,9 @@ def run_attempt(
     words: Sequence[str], for_ranks: Mapping[str, str], requested: Requested, look: Callable[[], None]
 ) -> int:
     """Run the command, with these variables in its environment; returns its exit status once none of its processes is
-    left. A signal to this process makes the ranks of this host save, and with them all others. `look` is called now and
-    then. Raises RequestError if the command cannot be started."""
+    left, nor a lock of theirs on a build, for which the next attempt would wait forever. A signal to this process makes
+    the ranks of this host save, and with them all others. `look` is called now and then. Raises RequestError if the
+    command cannot be started."""
     mark = uuid.uuid4().hex
     environment = {**os.environ, **for_ranks, MARK: mark}
     # Otherwise an agent whose rank changes as hosts come keeps the address of the earlier rank 0 (torch 2.13,
@@ -73,10 +75,19 @@ def run_attempt(
         raise RequestError(
             f"{words[0]} cannot be started: {error.strerror}. Give a launcher's command after --."
         ) from None
+    building: set[Path] = set()
+
+    def look_at_builds() -> None:
+        nonlocal building
+        building |= builds_of(lambda: [member.pid for member in processes_with(MARK, mark)])
+        look()
+
     try:
-        status = _wait(process, mark, requested, look)
+        status = _wait(process, mark, requested, look_at_builds)
     finally:  # whatever happens to this process, no rank may train on without a supervisor
         _end_left_over(mark, requested)
+    if ops := give_up_builds(building):
+        print(f"supervise: a build of {', '.join(ops)} was cut off; the next start begins anew", flush=True)
     return status if status >= 0 else 128 - status
 
 
@@ -156,6 +167,13 @@ def end_of(attempt: Path, status: int, command: Command) -> End:
     rows = _samples_of(attempt)
     ahead = rows.get("ahead", []) if was_read else []
     return End(status, step, newest_step(command.folder), rows.get("step"), ahead, first.get("most_hosts"))
+
+
+def signal_in(status: int) -> str:
+    """The signal behind an exit status, as ` (SIGKILL)`: shells and torchrun add 128 to its number, and DeepSpeed's
+    launcher exits with the negative, of which 256 - number is left (deepspeed/launcher/launch.py). Empty if none."""
+    number = status - 128 if status < 192 else 256 - status
+    return f" ({signal.Signals(number).name})" if number in {*signal.Signals} else ""
 
 
 def newest_step(run_folder: Path) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 from finetune.errors import INTERRUPTED
 from finetune.run import supervised
-from finetune.supervise.attempt import Requested, end_of, newest_step, run_attempt
+from finetune.supervise.attempt import Requested, end_of, newest_step, run_attempt, signal_in
 from finetune.supervise.command import Command, read_command
 from finetune.supervise.decide import TRY_AGAIN, Judge, Verdict
 from finetune.training.checkpoints.lock import lock_run_folder
@@ -76,7 +76,8 @@ class _Supervisor:
             return status
         verdict = self.judge.judge(end)
         where = f" in step {end.step}" if end.step is not None else ""
-        said = f"attempt {number} ended with status {end.status}{where}, after {time.monotonic() - began:.0f} s"
+        how = f"ended with status {end.status}{signal_in(end.status)}{where}"
+        said = f"attempt {number} {how}, after {time.monotonic() - began:.0f} s"
         facts: dict[str, Any] = {
             "attempt": number,
             "status": end.status,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,22 @@ def refuse_stale_builds(ops: Collection[str]) -> None:
         )
 
 
+def builds_of(processes: Callable[[], Iterable[int]]) -> set[Path]:
+    """The locks that these processes, by their numbers, hold now; they are only asked for if there is any lock."""
+    locks = [lock for lock, _ in _locks(None)]
+    held = _open_files(processes()) if locks else set()
+    return {lock for lock in locks if str(lock.resolve()) in held}
+
+
+def give_up_builds(locks: Iterable[Path]) -> list[str]:
+    """Delete those that no process here holds any more, so that the next run compiles anew. Returns the ops' names."""
+    held = _open_files()
+    left = [lock for lock in sorted(locks) if lock.exists() and str(lock.resolve()) not in held]
+    for lock in left:
+        lock.unlink(missing_ok=True)
+    return [lock.parent.name for lock in left]
+
+
 def tell_of_builds(ops: Collection[str]) -> None:
     """From now on, print on this rank which of these ops is being compiled, and when it is done."""
     if ops:
@@ -80,7 +96,7 @@ def _tell(ops: frozenset[str]) -> None:
 
 def _at_work(op: str, lock: Path) -> str:
     if str(lock.resolve()) in _open_files():
-        return f"compiling DeepSpeed's {op}, once on this machine; this takes minutes"
+        return f"compiling DeepSpeed's {op}, which takes minutes; again only once another environment has compiled it"
     return (
         f"waiting for a build of DeepSpeed's {op} that no process here is running: a killed one left {lock}. "
         "Stop this run, delete the file and start again, unless another machine or container is compiling there now."
@@ -96,10 +112,11 @@ def _locks(ops: Collection[str] | None) -> Iterator[tuple[Path, float]]:
                     yield lock, time.time() - lock.stat().st_mtime
 
 
-def _open_files() -> set[str]:
-    """Files that processes visible to us have open; empty on a system without /proc."""
+def _open_files(processes: Iterable[int] | None = None) -> set[str]:
+    """Files that these processes (None: all visible to us) have open; empty on a system without /proc."""
     found = set()
-    for process in Path("/proc").glob("[0-9]*"):
+    proc = Path("/proc")
+    for process in proc.glob("[0-9]*") if processes is None else [proc / str(number) for number in processes]:
         with suppress(OSError):  # it has just ended, or is another user's
             for descriptor in os.listdir(process / "fd"):
                 with suppress(OSError):

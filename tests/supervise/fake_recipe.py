@@ -33,6 +33,11 @@ if row.get("leaves a rank"):
     wait = "import time; time.sleep(600)"
     child = subprocess.Popen([sys.executable, "-c", wait], start_new_session=True, env={**os.environ, "RANK": "0"})
     (folder / "left").write_text(str(child.pid))
+if "builds" in row:  # as torch's FileBaton: the lock is open until the build is done
+    lock = Path(os.environ["TORCH_EXTENSIONS_DIR"], row["builds"], "lock")
+    lock.parent.mkdir()
+    os.open(lock, os.O_CREAT | os.O_EXCL)
+    time.sleep(2)
 if row.get("waits"):
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))

@@ -16,6 +16,7 @@ import pytest
 from conftest import REPO
 
 from finetune.run.supervised import LOG, told
+from finetune.supervise.attempt import signal_in
 
 FAKE = Path(__file__).with_name("fake_recipe.py")
 TORCHRUN = f"""#!{sys.executable}
@@ -147,6 +148,34 @@ def test_a_rank_that_outlives_its_launcher_ends_before_the_next_attempt(tmp_path
     done = supervised(folder, [{"status": -9, "leaves a rank": True}, {"status": 0}])
     assert done.returncode == 0, done.stderr
     assert has_ended(int((folder / "left").read_text()))
+
+
+def test_a_build_that_was_cut_off_does_not_hold_up_the_next_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
+    others = tmp_path / "ops" / "cpu_adam" / "lock"
+    others.parent.mkdir(parents=True)
+    others.touch()  # of another machine: no process here holds it
+    done = supervised(tmp_path / "run", [{"status": -9, "builds": "deepspeed_shm_comm"}, {"status": 0}])
+    assert done.returncode == 0, done.stderr
+    assert "supervise: a build of deepspeed_shm_comm was cut off" in done.stdout
+    assert "attempt 1 ended with status 137 (SIGKILL), after" in done.stderr
+    assert [lock.parent.name for lock in tmp_path.glob("ops/*/lock")] == ["cpu_adam"]
+
+
+def test_a_status_tells_its_signal() -> None:
+    said = {status: signal_in(status) for status in (0, 1, 2, 75, 130, 137, 247, 241)}
+    assert said == {
+        0: "",
+        1: "",
+        2: "",
+        75: "",
+        130: " (SIGINT)",
+        137: " (SIGKILL)",
+        247: " (SIGKILL)",
+        241: " (SIGTERM)",
+    }
 
 
 def test_a_host_does_not_join_an_attempt_that_others_have_given_up(tmp_path: Path) -> None:
