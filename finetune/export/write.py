@@ -24,7 +24,7 @@ from finetune.run.choose import recipes
 from finetune.run.files import ADAPTER_CONFIG, GENERATION_CONFIG, LABELS, SENTENCE_FILES, UNFINISHED
 from finetune.safe_read import read_bytes, read_json_object
 from finetune.safe_read.folders import check_model_folder
-from finetune.training.checkpoints.manifest import CHECKPOINT, MANIFEST
+from finetune.training.checkpoints.manifest import CHECKPOINT, MANIFEST, READ_AND_WRITE
 from finetune.training.checkpoints.writing import flush
 
 SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?) ?([KMGT])(i?)B", re.IGNORECASE)
@@ -36,7 +36,6 @@ COMPANIONS = (
     LABELS, *SENTENCE_FILES,
 )  # fmt: skip
 RELATIVE = re.compile(r"^\s*from\s+\.(\w+)\s+import", re.MULTILINE)  # transformers, dynamic_module_utils.py
-READ_AND_WRITE = 0o666
 BASE = "base_model_name_or_path"
 
 

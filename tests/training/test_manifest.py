@@ -68,7 +68,10 @@ def test_the_hash_is_that_of_the_xxhash_library(tmp_path: Path) -> None:
     path = tmp_path / "more than one block"
     path.write_bytes(os.urandom(9_000_001))
     assert hash_of(path) == xxhash.xxh3_128_hexdigest(path.read_bytes())
+    path.chmod(0o600)
+    path.parent.chmod(0o750)
     assert record_of(path, to_disk=True) == FileRecord(9_000_001, hash_of(path))
+    assert path.stat().st_mode & 0o777 == 0o640  # as its folder
 
 
 @pytest.mark.parametrize("name", [name for name, content in FILES.items() if content])

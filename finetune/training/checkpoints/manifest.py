@@ -13,6 +13,7 @@ import re
 import stat
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -29,6 +30,7 @@ OWN_HASH = "own_xxh3_128"  # hash of the rest of the manifest, in canonical form
 CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
 NAMED_AT_MOST = 3  # problems that a message lists
 BLOCK_BYTES = 4 * 2**20
+READ_AND_WRITE = 0o666
 ENGINES = ("ddp", "deepspeed", "fsdp", "pipeline")
 
 
@@ -166,12 +168,16 @@ def hash_of(path: Path) -> str:
 
 
 def record_of(path: Path, to_disk: bool = False) -> FileRecord:
-    """Size and hash of the bytes that are read, whatever stat reports. With `to_disk`, the file is also flushed."""
+    """Size and hash of the bytes that are read, whatever stat reports. With `to_disk`, the file is also flushed, and is
+    as readable as its folder: safetensors 0.8 makes files that only their owner can read."""
     digest, size = xxhash.xxh3_128(), 0
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
     with open(handle, "rb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
         if is_hollow(handle):
             raise OSError(errno.EFBIG, "nearly all of it is a hole (sparse file)")
+        if to_disk:
+            with suppress(OSError):  # some file systems have no modes
+                os.fchmod(handle, path.parent.stat().st_mode & READ_AND_WRITE)
         flushed = pool.submit(os.fsync, handle) if to_disk else None  # the disk writes while the hash is computed
         block = memoryview(bytearray(BLOCK_BYTES))
         while count := file.readinto(block):
