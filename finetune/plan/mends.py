@@ -8,7 +8,7 @@ from itertools import islice
 
 from finetune.plan.job import Job
 from finetune.plan.plan import Plan, plan
-from finetune.plan.search import MOST_RANKS, Candidate, Found, laid_out
+from finetune.plan.search import MOST_RANKS, Candidate, Found, goes_with, laid_out
 
 MOST_MENDS = 4
 
@@ -43,11 +43,6 @@ def _gentlest(found: Plan, does: Callable[[Plan], bool]) -> Iterator[Candidate]:
 
 
 def _changes(job: Job) -> Iterator[list[tuple[str, Job]]]:
-    for kind in _of_any(job):
-        yield [one for one in kind if job.model.shards or one[1].zero.stage < 3]
-
-
-def _of_any(job: Job) -> Iterator[list[tuple[str, Job]]]:
     again = replace(job, checkpoint_interval=1)
     if not job.checkpoint_interval:
         yield [("activation checkpointing every layer", again)]
@@ -59,13 +54,15 @@ def _of_any(job: Job) -> Iterator[list[tuple[str, Job]]]:
         smaller.append((f"a micro-batch of {micro}", replace(job, micro_batch=micro, accumulation=steps)))
     yield smaller
     if job.stages == 1:
-        yield [(layout, laid_out(job, layout)) for layout in ("zero1", "zero2", "zero3")]
         away = ("zero2_offload", "zero3_offload", "zero3_nvme")
-        yield [(layout, laid_out(job, layout)) for layout in away]
-        yield [(f"{layout} and checkpointing", laid_out(again, layout)) for layout in ("zero2", "zero3", *away)]
+        kinds = [(("zero1", "zero2", "zero3"), job), (away, job), (("zero2", "zero3", *away), again)]
+        for names, kind in kinds:
+            words = "{}" if kind is job else "{} and checkpointing"
+            yield [(words.format(name), laid_out(kind, name)) for name in names if goes_with(job, name)]
+        most = "zero3" if goes_with(job, "zero3") else "zero2"
         more = [job.world_size << doublings for doublings in range(1, 13)]
         yield [
-            (f"{ranks} ranks under zero3 with checkpointing", replace(laid_out(again, "zero3"), world_size=ranks))
+            (f"{ranks} ranks under {most} with checkpointing", replace(laid_out(again, most), world_size=ranks))
             for ranks in more
             if ranks <= MOST_RANKS
         ]

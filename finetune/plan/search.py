@@ -171,17 +171,22 @@ def bases(job: Job, machine: Machine, limits: Limits) -> Iterator[tuple[str, Job
     if job.group > 1:
         yield from bases(replace(job, sequence_parallel_size=1, expert_parallel_size=1), machine, limits)
     for layout in limits.layouts:
-        if (job.sequence_parallel_size > 1 or job.tiled_mlp_num_shards) and layout in NOT_SHARED:
-            continue
-        if job.expert_parallel_size > 1 and layout not in SPREAD:
+        if not goes_with(job, layout):
             continue
         if layout == "zeropp" and (machine.device == "cpu" or job.world_size <= job.ranks_per_node):
             continue  # on one node it is the same as zero3
-        if not job.model.shards and laid_out(job, layout).zero.stage == 3:
-            continue
         for interval in CHECKPOINT_INTERVALS:
             for stages in _stages(job) if layout == "pipeline" else (1,):
                 yield layout, replace(laid_out(job, layout), checkpoint_interval=interval, stages=stages)
+
+
+def goes_with(job: Job, layout: str) -> bool:
+    """Whether recipes train such a job under a shipped config."""
+    if (job.sequence_parallel_size > 1 or job.tiled_mlp_num_shards) and layout in NOT_SHARED:
+        return False
+    if job.expert_parallel_size > 1 and layout not in SPREAD:
+        return False
+    return job.model.shards or laid_out(job, layout).zero.stage < 3
 
 
 def laid_out(job: Job, layout: str) -> Job:
@@ -246,9 +251,10 @@ def _why_not(found: Plan) -> str | None:
 
 
 def scaling(job: Job, machine: Machine) -> list[tuple[int, float, float]]:
-    """(ranks, samples per second, samples per second under perfect scaling) of the same layout from one node up to
-    4,096 ranks, each with the same micro-batch."""
-    first = ranks = max(job.stages, min(job.world_size, job.ranks_per_node))
+    """(ranks, samples per second, samples per second under perfect scaling) of the same layout from one node, or from
+    one pipeline or group that is larger, up to 4,096 ranks, each with the same micro-batch."""
+    together = max(job.stages, job.group)
+    first = ranks = max(1, min(job.world_size, job.ranks_per_node) // together) * together
     curve: list[tuple[int, float, float]] = []
     while ranks <= MOST_RANKS:
         speed = plan_seconds(replace(job, world_size=ranks), machine).samples_per_second

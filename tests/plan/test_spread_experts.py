@@ -15,10 +15,11 @@ from finetune.plan.from_run import job_of
 from finetune.plan.job import DEEPSPEED, Job, tape_of
 from finetune.plan.machine import Link, find_machine
 from finetune.plan.memory import plan_memory
+from finetune.plan.mends import cheaper, mends
 from finetune.plan.model import model_of
 from finetune.plan.notes import notes
 from finetune.plan.plan import plan
-from finetune.plan.search import SPREAD, Limits, search
+from finetune.plan.search import SPREAD, Limits, scaling, search
 from finetune.plan.seconds import plan_seconds
 from finetune.plan.write import flags_of, shared_by
 from finetune.plan.zero import Zero
@@ -147,3 +148,20 @@ def test_a_run_without_deepspeed_is_planned_with_it() -> None:
     assert any("--expert_parallel_size needs DeepSpeed" in note for note in notes)
     with pytest.raises(RequestError, match=r"--deepspeed is 'none'.*expert_parallel_size is 4.*needs DeepSpeed"):
         job_of(resolve(CAUSAL_LM, [*argv, "--deepspeed", "none"], run.launch, is_here=False), H100)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_is_proposed_instead_goes_with_spread_experts(size: int) -> None:
+    job = spread(size, micro_batch=4)
+    found = plan(job, replace(H100, memory_bytes=plan(job, H100).peak_bytes // 4))
+    proposed = [*mends(found), *cheaper(found)]
+    kinds = {one.plan.job.zero.stage for one in proposed} | {one.plan.job.zero.offload_optimizer for one in proposed}
+    assert kinds == {2, "none"}
+
+
+def test_a_curve_begins_with_a_whole_group() -> None:
+    """Also where a node has fewer ranks, or does not divide into groups."""
+    for size, first in ((8, 8), (3, 3), (2, 4)):
+        curve = scaling(spread(size, world_size=24, ranks_per_node=4), H100)
+        assert [ranks for ranks, _, _ in curve[:2]] == [first, 2 * first]
+        assert all(speed > 0 for _, speed, _ in curve)
