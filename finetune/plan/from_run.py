@@ -99,6 +99,7 @@ def job_of(
         device=device,
         dtype=base_dtype(run, flags["bf16"]),
         saves_beside_from=_saves_beside_from(run),
+        looks_ahead=bool(run.value("router_aux_loss_coef")),
         merges_adapter=bool(lora and run.value("merge_adapter")),
         **of_groups(run),
         **_teacher(run, flags["bf16"], params_per_layer, notes),

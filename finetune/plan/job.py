@@ -58,6 +58,7 @@ class Job:
     texts: int = 1
     baseline: bool = False
     document_mask: bool = False  # documents in a text do not attend to one another
+    looks_ahead: bool = False  # with accumulation, the Trainer runs each micro-batch before the step, for a router loss
     sequence_parallel_size: int = 1  # ranks that share each text
     expert_parallel_size: int = 1  # ranks that hold the experts of each layer together
     expert_load: float = 1.0  # tokens for the experts of the rank that is planned, relative to the mean of its group

@@ -159,13 +159,15 @@ def _ending(job: Job, machine: Machine, weights: Weights) -> tuple[Traffic, Upda
 
 
 def _asked(job: Job, machine: Machine) -> Work:
-    """Forward passes of a micro-batch without gradients: a teacher's or a reference's, and for KTO's baseline the
-    model's and its reference's once more. What ZeRO-3 gathers for them is not counted."""
+    """Forward passes of a micro-batch without gradients: a teacher's or a reference's, for KTO's baseline the model's
+    and its reference's once more, and those that look ahead. What ZeRO-3 gathers for them is not counted."""
 
     def forward(asked: Job) -> Work:
         return sum((segment.forward for segment in _segments(asked, machine)), NOTHING)
 
     once = forward(job.of_teacher) if job.teacher is not None else NOTHING
+    if job.looks_ahead and job.accumulation > 1:
+        once = sum((segment.forward for segment in _segments(job, machine)[:-1]), once)  # without the head
     return once.times(2) + forward(job) if job.baseline else once
 
 
