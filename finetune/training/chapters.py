@@ -33,6 +33,7 @@ from finetune.training.results import closing_line, refuse_divergence
 from finetune.training.run_folder import (
     MetricsFile,
     explained_disk_errors,
+    forget_results,
     open_output_dir,
     write_ds_config,
     write_records,
@@ -222,6 +223,8 @@ def _train(session: Session, trainer: FinetuneTrainer | PipelineTrainer, samples
     for name, means in trainer.running_loss.of_sources.items():
         sources[name] |= means
     found = {**trained.metrics, **peaks, **({"sources": sources} if sources else {})}
+    if session.launch.speaks:
+        forget_results(session.folder)
     trainer.save_metrics("train", {**found, **_count(samples, "train", "train_samples")})
     trainer.save_model()
     trainer.save_state()

@@ -68,6 +68,13 @@ def open_output_dir(run: Run) -> None:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
+def forget_results(folder: Path) -> None:
+    """Delete the results of an earlier run in the folder: they are those of other weights. Only rank 0, before the
+    first results of this run are saved; the Trainer adds to what is there (transformers 5.23, save_metrics)."""
+    for path in folder.glob("*_results.json"):
+        path.unlink(missing_ok=True)
+
+
 class MetricsFile(TrainerCallback):
     """Appends every log of the Trainer to `metrics.jsonl`, one JSON object per line with `step` and `epoch`."""
 

@@ -131,3 +131,16 @@ def test_a_callback_that_is_new_on_resumption_is_no_error(tmp_path: Path) -> Non
     run = launch("python", tmp_path / "run", {**STOPPING, "resume": "auto", "max_steps": 4})
     states = [run.json(f"checkpoint-{step}/trainer_state.json")["stateful_callbacks"] for step in (2, 4)]
     assert ["EarlyStoppingCallback" in state for state in states] == [False, True]
+
+
+def test_the_results_in_a_folder_are_those_of_its_weights(tmp_path: Path) -> None:
+    """A run that goes on and does not evaluate leaves none of an earlier evaluation."""
+    flags = {**TINY, "save_strategy": "steps", "save_steps": 2}
+    first = launch("python", tmp_path / "run", {**flags, "max_steps": 2})
+    assert "eval_loss" in first.json("all_results.json")
+    flags = {name: value for name, value in flags.items() if "eval" not in name}
+    run = launch("python", tmp_path / "run", {**flags, "do_eval": False, "resume": "auto", "max_steps": 4})
+    results = run.json("all_results.json")
+    assert "train_loss" in results
+    assert not [name for name in results if name.startswith("eval")]
+    assert "eval_loss" not in run.output.splitlines()[-1]
