@@ -76,7 +76,8 @@ def open_corpora(arguments: Any, seed: int) -> list[Corpus]:
     """The training and held-out documents, one corpus for each training file. Raises RequestError."""
     paths: list[str | None] = [part.path for part in parts_of(arguments.train_file)]
     found = [open_corpus(replace(arguments, train_file=path), seed, len(paths) < 2) for path in paths or [None]]
-    check_mapped(arguments.column_mapping, [one.column_names for one in found])
+    if len(found) > 1:
+        check_mapped(arguments.column_mapping, [one.column_names for one in found])
     if others := [one for one in found if one.kind != found[0].kind]:
         raise RequestError(
             f"{found[0].source} has {found[0].kind}, but {others[0].source} has {others[0].kind}. Mix only files of "

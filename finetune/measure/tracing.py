@@ -25,6 +25,7 @@ from finetune.models.adapters import heads_of
 from finetune.plan.families.parts import CLASSES, IMAGES, SEQ2SEQ, SPANS, VECTORS
 from finetune.plan.forward.parts import Batch
 from finetune.plan.model import HEADS
+from finetune.plan.tracing import TRUSTS
 
 SHORT, LONG = 16, 1 << 20  # windows shorter and longer than any text here
 
@@ -104,11 +105,11 @@ def _traced(config: dict[str, Any], head: str, attention: str) -> dict[str, Any]
 
 
 def _config_of(config: dict[str, Any]) -> Any:
-    """With `auto_map`, as the code in the model's folder has it; plans ask for that only if it is trusted."""
-    if "auto_map" not in config:
+    """As the code in the model's folder has it, if the user trusts that."""
+    if not config.get(TRUSTS):
         return transformers.AutoConfig.for_model(**config)
     values = {name: one for name, one in config.items() if name not in ("auto_map", "_name_or_path", "model_type")}
-    return transformers.AutoConfig.from_pretrained(config["_name_or_path"], trust_remote_code=True, **values)
+    return transformers.AutoConfig.from_pretrained(config["_name_or_path"], **values)  # with TRUSTS
 
 
 def _built(made: Any, head: str, **how: Any) -> Any:

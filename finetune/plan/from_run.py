@@ -111,8 +111,6 @@ def job_of(
     if Config(loaded.config).is_on("bf16.bf16_master_weights_and_grads"):
         notes.append("bf16_master_weights_and_grads: masters and states are counted in fp32; the run takes less")
     zero = read_zero(Config(loaded.config), model.hidden_size, run.value("max_grad_norm"), job.precision)
-    if zero.stage == 3:
-        check_sharded(run)
     optimizer, engine = optimizer_of(run.value("optim"), loaded.config), DEEPSPEED if run.stages is None else PIPELINE
     beside = None if "nvme" in (zero.offload_optimizer, zero.offload_param) else job.saves_beside_from
     job = replace(job, engine=engine, zero=zero, optimizer=optimizer, saves_beside_from=beside)

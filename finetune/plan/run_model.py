@@ -254,6 +254,7 @@ def _traced(config: dict[str, Any], run: Run, given: str, notes: list[str]) -> M
     if head == IMAGES:
         config = {**config, "image_size": config.get("image_size") or run.value("image_size") or MOST_SIDE}
     code = Path(given).expanduser() if run.value("trust_remote_code") and "auto_map" in config else None
+    code = code.parent if code is not None and code.is_file() else code
     try:
         if code is not None:
             check_model_folder(code, run.said("model_name_or_path"), trusts_code=True)

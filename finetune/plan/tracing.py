@@ -27,7 +27,8 @@ LISTS = ("auto_mappings.py", "configuration_auto.py")  # of transformers/models/
 LONGEST = 300  # seconds that tracing a model may take
 TRACING = "finetune.measure.tracing"  # it imports torch, and so is never imported here
 MADE_BY = ("tracing", "recording", "fitting")  # modules beside it
-NOT_SHAPES = ("auto_map", "_name_or_path", "transformers_version", "torch_dtype", "dtype")
+TRUSTS = "trust_remote_code"  # what the user allows, beside the config; never what a config says
+NOT_SHAPES = ("auto_map", "_name_or_path", TRUSTS, "transformers_version", "torch_dtype", "dtype")
 
 
 def found_of(
@@ -41,7 +42,7 @@ def found_of(
     plain = {name: value for name, value in config.items() if name not in NOT_SHAPES}
     kind = config.get("model_type")
     if code is not None:
-        plain |= {"auto_map": config["auto_map"], "_name_or_path": str(code)}
+        plain |= {"auto_map": config["auto_map"], "_name_or_path": str(code), TRUSTS: True}
     elif not isinstance(kind, str) or not _is_listed(kind):
         mend = " --trust_remote_code True runs the code in its folder." if "auto_map" in config else ""
         raise RequestError(

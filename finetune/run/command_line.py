@@ -8,6 +8,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from finetune.errors import RequestError
@@ -47,7 +48,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def _typo(self) -> str | None:
         """The first word that looks like a flag but is none of this parser's."""
-        named = (word for word in self.words if word.startswith("--"))
+        named = (word for word in takewhile(lambda word: word != "--", self.words) if word.startswith("--"))
         return next((word for word in named if word[2:].partition("=")[0] not in self._names()), None)
 
     def error(self, message: str) -> NoReturn:

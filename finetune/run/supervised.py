@@ -16,8 +16,10 @@ from typing import Any
 from finetune.errors import first_line, plain
 from finetune.run.launch import COUNT, own_rank
 
-ENVIRONMENT = "FINETUNE_SUPERVISED"  # for the ranks: the folder of this attempt
-COMMAND = "FINETUNE_SUPERVISED_COMMAND"  # for the ranks: what tells this recipe and its flags from others
+# For the ranks: the folder of this attempt, and what tells this recipe and its flags from others. Over ssh, DeepSpeed
+# passes on only variables with such a beginning (0.19.8, launcher/runner.py, EXPORT_ENVS).
+ENVIRONMENT = "PYTHON_FINETUNE_SUPERVISED"
+COMMAND = "PYTHON_FINETUNE_SUPERVISED_COMMAND"
 LOG = "log.jsonl"
 ATTEMPT = re.compile(r"attempt-([0-9]{1,9})")
 FAILED_AT, SAMPLES, POSITION = "failed_at", "samples.json", "position-"

@@ -22,7 +22,7 @@ from finetune.run import supervised
 from finetune.run.environment import processes_with
 from finetune.supervise.command import Command
 from finetune.supervise.decide import TRY_AGAIN, End
-from finetune.training.builds import builds_of, give_up_builds
+from finetune.training.builds import Build, builds_of, give_up_builds
 from finetune.training.checkpoints.manifest import CHECKPOINT, checkpoints_in
 
 MARK = "FINETUNE_SUPERVISOR"  # in the environment of every process that comes of a supervisor's command
@@ -75,7 +75,7 @@ def run_attempt(
         raise RequestError(
             f"{words[0]} cannot be started: {error.strerror}. Give a launcher's command after --."
         ) from None
-    building: set[Path] = set()
+    building: set[Build] = set()
 
     def look_at_builds() -> None:
         nonlocal building

@@ -54,20 +54,33 @@ def refuse_stale_builds(ops: Collection[str]) -> None:
         )
 
 
-def builds_of(processes: Callable[[], Iterable[int]]) -> set[Path]:
-    """The locks that these processes, by their numbers, hold now; they are only asked for if there is any lock."""
-    locks = [lock for lock, _ in _locks(None)]
-    held = _open_files(processes()) if locks else set()
-    return {lock for lock in locks if str(lock.resolve()) in held}
+Build = tuple[Path, int, int]  # its lock, and of this the inode and when it was made
 
 
-def give_up_builds(locks: Iterable[Path]) -> list[str]:
-    """Delete those that no process here holds any more, so that the next run compiles anew. Returns the ops' names."""
+def builds_of(processes: Callable[[], Iterable[int]]) -> set[Build]:
+    """The builds whose locks these processes, by their numbers, hold now; they are only asked for if there is any."""
+    builds = _builds()
+    held = _open_files(processes()) if builds else set()
+    return {build for build in builds if str(build[0].resolve()) in held}
+
+
+def give_up_builds(builds: Iterable[Build]) -> list[str]:
+    """Delete the locks that are still there and that no process here holds any more, so that the next run compiles
+    anew. A later build of another machine has a lock of its own. Returns the ops' names."""
     held = _open_files()
-    left = [lock for lock in sorted(locks) if lock.exists() and str(lock.resolve()) not in held]
+    left = [lock for lock, *_ in sorted(_builds() & {*builds}) if str(lock.resolve()) not in held]
     for lock in left:
         lock.unlink(missing_ok=True)
     return [lock.parent.name for lock in left]
+
+
+def _builds() -> set[Build]:
+    found = set()
+    for lock, _ in _locks(None):
+        with suppress(OSError):  # the build has just ended
+            made = lock.stat()
+            found.add((lock, made.st_ino, made.st_mtime_ns))
+    return found
 
 
 def tell_of_builds(ops: Collection[str]) -> None:
@@ -96,7 +109,7 @@ def _tell(ops: frozenset[str]) -> None:
 
 def _at_work(op: str, lock: Path) -> str:
     if str(lock.resolve()) in _open_files():
-        return f"compiling DeepSpeed's {op}, which takes minutes; again only once another environment has compiled it"
+        return f"compiling DeepSpeed's {op}, which takes minutes; again only after another environment did"
     return (
         f"waiting for a build of DeepSpeed's {op} that no process here is running: a killed one left {lock}. "
         "Stop this run, delete the file and start again, unless another machine or container is compiling there now."

@@ -22,6 +22,7 @@ from finetune.run.flags.guards import GuardArguments
 from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.flags.profiling import ProfileArguments
 from finetune.training.checkpoints.identity import lineage_lines
+from finetune.training.checkpoints.manifest import CHECKPOINT
 from finetune.training.distilling import Teacher
 from finetune.training.hub import push
 from finetune.training.pipeline.partition import describe, partition
@@ -213,6 +214,12 @@ def finish(
             session.say(push(trainer))
 
 
+def _stood_there(checkpoint: str | None, step: int) -> bool:
+    """Whether a run that resumed had no step left."""
+    found = CHECKPOINT.fullmatch(Path(checkpoint).name) if checkpoint else None
+    return found is not None and int(found[1]) == step
+
+
 def _train(session: Session, trainer: FinetuneTrainer | PipelineTrainer, samples: Mapping[str, int]) -> TrainOutput:
     follow(trainer)
     trained: TrainOutput = trainer.train(resume_from_checkpoint=session.checkpoint)
@@ -223,7 +230,7 @@ def _train(session: Session, trainer: FinetuneTrainer | PipelineTrainer, samples
     for name, means in trainer.running_loss.of_sources.items():
         sources[name] |= means
     found = {**trained.metrics, **peaks, **({"sources": sources} if sources else {})}
-    if session.launch.speaks:
+    if session.launch.speaks and not _stood_there(session.checkpoint, trained.global_step):
         forget_results(session.folder)
     trainer.save_metrics("train", {**found, **_count(samples, "train", "train_samples")})
     trainer.save_model()

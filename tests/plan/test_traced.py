@@ -173,6 +173,22 @@ def test_a_models_own_code_is_not_run_unless_it_is_trusted(with_code: Path, monk
         plan(str(with_code), **HERE)
 
 
+def test_a_config_cannot_trust_its_own_code(with_code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+
+    def traced(plain: dict[str, Any], *_: Any) -> Any:
+        given.append(plain)
+        raise RequestError("seen")
+
+    monkeypatch.setattr(tracing, "_traced", traced)
+    own = json.loads((with_code / "config.json").read_text())
+    (with_code / "config.json").write_text(json.dumps({**own, **OPT, "hidden_act": "silu", "trust_remote_code": True}))
+    with pytest.raises(RequestError, match="seen"):
+        plan(str(with_code), **HERE)
+    (plain,) = given
+    assert not {"auto_map", "trust_remote_code", "_name_or_path"} & set(plain)
+
+
 @pytest.mark.nightly
 def test_a_models_own_code_is_traced_if_it_is_trusted(with_code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "_traced", IN_A_PROCESS)

@@ -122,7 +122,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
         ({**HEADS, "sliding_window": 64}, 2, 128, "the last 64 tokens"),
         ({**HEADS, "sliding_window": 64}, 2, None, "the last 64 tokens"),
         ({**HEADS, "layer_types": ["full_attention", "linear_attention"]}, 2, None, "has linear_attention layers"),
-        ({**HEADS, "output_router_logits": True}, 2, None, "router"),
+        ({**HEADS, "layerdrop": 0.1}, 2, None, "layerdrop"),
     ],
 )
 def test_a_model_whose_attention_cannot_be_shared_is_refused_by_its_config(

@@ -13,7 +13,7 @@ rows = json.loads((folder.parent / "plan.json").read_text())
 starts = folder / "starts"
 count = len(starts.read_text()) if starts.exists() else 0
 starts.write_text("x" * (count + 1))
-row, attempt = rows[min(count, len(rows) - 1)], Path(os.environ["FINETUNE_SUPERVISED"])
+row, attempt = rows[min(count, len(rows) - 1)], Path(os.environ["PYTHON_FINETUNE_SUPERVISED"])
 if "checkpoint" in row:
     (folder / f"checkpoint-{row['checkpoint']}").mkdir(exist_ok=True)
 for name in ("position-0", "samples.json"):

@@ -102,7 +102,7 @@ def test_no_rank_is_left_without_a_supervisor(tmp_path: Path) -> None:
 def test_the_note_of_a_disk_without_locks_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "lock_run_folder", lambda *_: "note: it cannot be locked")
+    monkeypatch.setattr(run, "lock_run_folder", lambda *_, **__: "note: it cannot be locked")
     monkeypatch.setattr(run._Supervisor, "__init__", lambda *_: None)
     monkeypatch.setattr(run._Supervisor, "run", lambda _: 0)
     assert run.supervise(["python", "my.py", "--output_dir", str(tmp_path / "run")], 5) == 0

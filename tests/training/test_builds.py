@@ -14,6 +14,8 @@ from finetune.errors import RequestError
 from finetune.training.builds import (
     STALE_BUILD_SECONDS,
     _open_files,
+    builds_of,
+    give_up_builds,
     ops_of,
     refuse_stale_builds,
     stale_builds,
@@ -54,6 +56,23 @@ def test_a_lock_whose_builder_lives_is_waited_for(home: Path) -> None:
         assert stale_builds() == []
         builder.stdin.close()
     assert [found for found, _ in stale_builds()] == [lock]
+
+
+def test_only_the_build_that_was_seen_is_given_up(home: Path) -> None:
+    lock = lock_of("cpu_adam", home)
+    with lock.open() as held:
+        assert held
+        seen = builds_of(lambda: [os.getpid()])
+        assert [path for path, *_ in seen] == [lock]
+        assert give_up_builds(seen) == [], "somebody here holds it"
+    lock.unlink()
+    lock.touch()  # another machine builds it by now
+    assert give_up_builds(seen) == []
+    assert lock.exists()
+    with lock.open():
+        seen = builds_of(lambda: [os.getpid()])
+    assert give_up_builds(seen) == ["cpu_adam"]
+    assert not lock.exists()
 
 
 def test_a_process_that_ends_while_it_is_looked_at_does_no_harm(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -531,7 +531,7 @@ def test_a_supervised_run_keeps_the_batch_of_its_first_start(tmp_path: Path, mon
     """Also before its first checkpoint, and although the flag says what held on all hosts."""
     attempt = tmp_path / "_supervise" / "attempt-2"
     attempt.mkdir(parents=True)
-    monkeypatch.setenv("FINETUNE_SUPERVISED", str(attempt))
+    monkeypatch.setenv("PYTHON_FINETUNE_SUPERVISED", str(attempt))
     words = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2")
     request = asked(2, None, *words)
     assert keep_global_batch(request, None) == (request, None)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from finetune.measure.memory import Allocations
-from finetune.training.sequence_parallel import SequenceParallel, apart
+from finetune.training.sequence_parallel import SequenceParallel, document_mask
 
 
 def test_ranks_that_share_a_text_draw_different_dropout_masks() -> None:
@@ -25,7 +25,7 @@ def test_a_mask_of_documents_takes_a_byte_for_each_pair_and_no_more() -> None:
     tokens = 1024
     positions = torch.arange(tokens).remainder(400)[None]
     with Allocations() as memory:
-        mask = apart(positions)
+        mask = document_mask(positions)
     assert memory.peak <= tokens**2 + 32 * tokens
     for query, key in ((0, 0), (399, 0), (400, 399), (401, 400), (400, 401), (1023, 800)):
         assert bool(mask[0, 0, query, key]) == (key <= query and key // 400 == query // 400)

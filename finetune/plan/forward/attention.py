@@ -88,7 +88,7 @@ def causal_mask(setting: Setting) -> tuple[Value, ...]:
 def document_mask(setting: Setting) -> tuple[Value, ...]:
     """(rows, 1, tokens, tokens), a byte each, if the documents of a text are masked from one another in SDPA: two
     masks, and both in one (transformers, masking_utils.py, sdpa_mask). Ranks that share a text have made theirs before
-    (finetune/training/sequence_parallel.py, apart); it is counted with the batch."""
+    (finetune/training/sequence_parallel.py, document_mask); it is counted with the batch."""
     tape, batch = setting.tape, setting.batch
     if not batch.documents or tape.numbers.attention != "sdpa":
         return ()

@@ -116,6 +116,11 @@ def check_heads(read: Callable[[str], Any], size: int, block: int | None) -> Non
             f"{said}, but the model has {keys} key-value heads: one number must divide the other. Give a divisor or a "
             f"multiple of {keys}."
         )
+    if read("layerdrop"):
+        raise RequestError(
+            f"{said}: the model skips layers at random (layerdrop), and each rank would skip others. Set layerdrop to "
+            "0 in its config.json, or drop the flag."
+        )
     kinds = set(read("layer_types") or ())
     if others := sorted(kinds - {FULL, SLIDING}):
         raise RequestError(f"{said}: the model has {others[0]} layers, which read a text in order. Drop it.")

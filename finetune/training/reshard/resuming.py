@@ -191,7 +191,7 @@ def groups_of(choice: tuple[Any, dict[str, Any]], decays: Mapping[str, bool], de
 
 def read_for_pipeline(checkpoint: Path, trainer: Any) -> Portable | None:
     """What another engine saved in `checkpoint`; None if a pipeline did. All ranks must call it."""
-    here, written = Sharding("pipeline", trainer.launch.world_size), sharding_of(checkpoint)
+    here, written = Sharding("pipeline", trainer.launch.world_size), together(lambda: sharding_of(checkpoint))
     if can_load_as_it_stands(written, here):
         return None
     portable = together(lambda: read_any(checkpoint, written, names_in_pipeline(trainer)))
