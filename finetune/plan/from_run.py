@@ -43,6 +43,7 @@ from finetune.run.facts import (
     tokens_of,
 )
 from finetune.run.files import SENTENCE_SIZES
+from finetune.run.flags.experts import has_router_loss
 from finetune.run.flags.guards import WORTH_BYTES
 from finetune.run.reference import form_of_reference
 from finetune.run.run import Run
@@ -99,7 +100,7 @@ def job_of(
         device=device,
         dtype=base_dtype(run, flags["bf16"]),
         saves_beside_from=_saves_beside_from(run),
-        looks_ahead=bool(run.value("router_aux_loss_coef")),
+        looks_ahead=has_router_loss(run, model.sizes.config),
         merges_adapter=bool(lora and run.value("merge_adapter")),
         **of_groups(run),
         **_teacher(run, flags["bf16"], params_per_layer, notes),

@@ -170,10 +170,10 @@ def test_a_curve_begins_with_a_whole_group() -> None:
 def test_a_router_loss_takes_one_more_pass_of_each_micro_batch_under_accumulation() -> None:
     tiny = ["--model_size", "moe-tiny", "--deepspeed", "zero2", "--gradient_accumulation_steps"]
 
-    def forward(*more: str) -> float:
-        run = resolve(CAUSAL_LM, [*tiny, *more], Launch(world_size=2, local_world_size=2))
+    def forward(steps: str, coefficient: str, *more: str) -> float:
+        words = [*tiny, steps, "--router_aux_loss_coef", coefficient, *more]
+        run = resolve(CAUSAL_LM, words, Launch(world_size=2, local_world_size=2))
         return plan_seconds(job_of(run, H100)[0], H100).forward
 
-    assert forward("1", "--router_aux_loss_coef", "0.01") == forward("1")
-    assert forward("4", "--router_aux_loss_coef", "0") == forward("4")
-    assert 1.5 < forward("4", "--router_aux_loss_coef", "0.01") / forward("4") < 2.0
+    assert forward("1", "0.01") == forward("1", "0")
+    assert 1.5 < forward("4", "0.01") / forward("4", "0") < 2.0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetune.errors import RequestError
 from finetune.run.flag import AT_LEAST_ONE, NOT_NEGATIVE, flag
@@ -40,6 +41,13 @@ class ExpertArguments:
     )
 
 
+def has_router_loss(run: Run, shape: Mapping[str, Any]) -> bool:
+    """Whether the run's flag, or else the model's config, which is `shape`, turns the routers' loss on."""
+    asked = run.value("router_aux_loss_coef")
+    is_on_by_itself = shape.get("output_router_logits") and shape.get("router_aux_loss_coef", True)
+    return "router_aux_loss_coef" in run.recipe.flags and bool(is_on_by_itself if asked is None else asked)
+
+
 def look_at_router(run: Run) -> None:
     """Raises RequestError if the run's flags, with a config.json or the shape of a model from scratch, show that there
     is no routers' loss, or that it cannot be computed."""
@@ -49,8 +57,7 @@ def look_at_router(run: Run) -> None:
     shape = shape_shown(run) or {}
     if asked and shape and not any(one for name, one in shape.items() if "expert" in name or name == "text_config"):
         raise RequestError(f"{run.said('router_aux_loss_coef')}, but the model has no experts. Drop it.")
-    is_on_by_itself = shape.get("output_router_logits") and shape.get("router_aux_loss_coef", True)
-    if fault and (asked or (asked is None and is_on_by_itself)):
+    if fault and has_router_loss(run, shape):
         raise RequestError(fault)
 
 
