@@ -131,7 +131,7 @@ def test_a_step_that_a_pipeline_leaves_out_adds_nothing_to_the_load_of_experts(t
     values = {**SMALL_PIPELINE, "max_steps": 4, "logging_steps": 2, "gradient_accumulation_steps": 2, "on_nan": "skip"}
     values |= {"per_device_train_batch_size": 4, "block_size": 32, "save_strategy": "no", "do_eval": False}
     values |= {"config_overrides": "num_experts=4,num_experts_per_tok=2,num_hidden_layers=2"}
-    run = faulty("torchrun", tmp_path / "run", values, {**NAN, "kind": "gradient", "batch": 8}, PIPELINE)
+    run = faulty("torchrun", tmp_path / "run", values, {**NAN, "kind": "gradient", "batch": 14}, PIPELINE)
     assert "step 4 is not finite" in run.output
     assert [sum(layer) for layer in run.json("experts.json")["tokens"]] == [2 * 4 * 32 * 2] * 2
 
