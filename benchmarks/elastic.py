@@ -285,6 +285,7 @@ def page(found: dict[str, Any]) -> str:
     ended = ended if any(found["statuses"]) else "All supervisors ended with status 0"
     later = f": rounding, which grows, passes 1e-6 at step {over:,}" if over else ""
     where = "each in a network namespace" if found["network_namespaces"] else "on one network"
+    where += ", beside other work" if found.get("beside_other_work") else ""
     lost = statistics.median(one + other for one, other in zip(again, grow, strict=True))
     head = ("kill", "at step", "was it rank 0's host", "silent", "hosts left", "steps repeated")
     head = (*head, "seconds to the next step", "seconds to grow")
