@@ -67,8 +67,9 @@ def builds_of(processes: Callable[[], Iterable[int]]) -> set[Build]:
 def give_up_builds(builds: Iterable[Build]) -> list[str]:
     """Delete the locks that are still there and that no process here holds any more, so that the next run compiles
     anew. A later build of another machine has a lock of its own. Returns the ops' names."""
-    held = _open_files()
-    left = [lock for lock, *_ in sorted(_builds() & {*builds}) if str(lock.resolve()) not in held]
+    same = sorted(_builds() & {*builds})
+    held = _open_files() if same else set()
+    left = [lock for lock, *_ in same if str(lock.resolve()) not in held]
     for lock in left:
         lock.unlink(missing_ok=True)
     return [lock.parent.name for lock in left]
