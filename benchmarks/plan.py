@@ -31,7 +31,7 @@ from finetune.plan.optimizers import Optimizer
 from finetune.plan.seconds import plan_seconds
 from finetune.plan.values import Lora
 from finetune.plan.zero import Zero, read_zero
-from finetune.report.shapes import ACCENT, GRID, LIMIT, MUTED, WIDE, Dot, Line, Picture, Scale, ticks_below, ticks_left
+from finetune.report.shapes import ACCENT, GRID, LIMIT, MUTED, WIDE, Picture, Scale
 from finetune.report.svg import write_png
 
 REPO = Path(__file__).resolve().parents[1]
@@ -389,12 +389,12 @@ def picture(found: dict[str, Any]) -> Picture:
     drawn = Picture(f"Peak memory of {len(rows)} runs, planned over measured", _summary(rows)[1].lstrip("- "), WIDE)
     y = drawn.legend([(name, colour) for name, (colour, _) in kinds.items()], 0) + 10
     across, up = Scale(low, high, 52, WIDE - 10, is_log=True), Scale(low, high, y + 320, y, is_log=True)
-    ticks_left(drawn, up, across, "MiB planned")
-    ticks_below(drawn, across, up.end, up.start, "MiB measured at the peak of the fullest rank")
-    drawn.add(Line(((across(low), up(low)), (across(high), up(high))), GRID))
+    drawn.ticks_left(up, across, "MiB planned")
+    drawn.ticks_below(across, up.end, up.start, "MiB measured at the peak of the fullest rank")
+    drawn.line(((across(low), up(low)), (across(high), up(high))), GRID)
     for name, (colour, pairs) in kinds.items():
         for measured, said in pairs:
-            drawn.add(Dot(across(measured / 2**20), up(said / 2**20), colour, name, 3))
+            drawn.dot(across(measured / 2**20), up(said / 2**20), colour, name, 3)
     drawn.height = up.start + 36
     return drawn
 

@@ -36,10 +36,10 @@ def main(run):
     data = prepare_embedding(
         session[EmbeddingDataArguments],
         session[PreparationArguments],
-        source.model.tokenizer,
+        source.tokenizer,
         prompts=source.prompts,
-        max_seq_length=source.model.max_seq_length,
-        vocab_size=source.model.vocab_size,
+        max_seq_length=source.max_seq_length,
+        vocab_size=source.vocab_size,
         seed=session.training.seed,
         launch=session.launch,
         kept=session.kept_tokenizer(),

@@ -12,10 +12,14 @@ from torch.utils.data import Dataset
 
 from finetune.bench.models import TEXT, BenchModel
 from finetune.measure.models import config_of
-from finetune.models import alexnet, gptlite, gptlite_weights, mlp
+from finetune.models import gptlite
+from finetune.models.alexnet import AlexNetForImageClassification
 from finetune.models.gptlite_pipeline import gptlite_pipeline
-from finetune.models.pipeline import PipelineModel
+from finetune.models.gptlite_weights import draw_weights
+from finetune.models.mlp import MLPForClassification
+from finetune.models.pipeline import LayeredClassifier, PipelineModel
 
+LAYERED = {kind.__name__: kind for kind in (MLPForClassification, AlexNetForImageClassification)}
 FACTOR = 7  # the next token is FACTOR times the previous one, plus 1
 
 
@@ -68,17 +72,16 @@ class MadeUp(Dataset):  # type: ignore[misc]
 def build(model: BenchModel, seed: int) -> Any:
     """The model as a Hugging Face one, with the same initial weights from `seed` as a pipeline's stages have."""
     config, kind = config_of(model.config), model.config["architectures"][0]
-    for module, drawn_by in ((mlp, mlp), (gptlite, gptlite_weights), (alexnet, alexnet)):
-        if hasattr(module, kind):
-            built = getattr(module, kind)(config)
-            drawn_by.draw_weights(built, seed)
-            return built
     torch.manual_seed(seed)
-    return getattr(transformers, kind)(config)
+    built = (LAYERED.get(kind) or getattr(gptlite, kind, None) or getattr(transformers, kind))(config)
+    if isinstance(built, LayeredClassifier):
+        built.draw_weights(seed)
+    elif hasattr(gptlite, kind):
+        draw_weights(built, seed)
+    return built
 
 
 def build_stages(model: BenchModel, seed: int) -> PipelineModel:
     """The model as a list of layers; see IN_STAGES."""
-    listed: dict[str, Any] = {"mlp": mlp.mlp_pipeline, "gptlite": gptlite_pipeline, "alexnet": alexnet.alexnet_pipeline}
-    made: PipelineModel = listed[model.config["model_type"]](config_of(model.config), seed)
-    return made
+    config, kind = config_of(model.config), LAYERED.get(model.config["architectures"][0])
+    return kind.pipeline(config, seed) if kind else gptlite_pipeline(config, seed)

@@ -13,6 +13,7 @@ from typing import Any
 
 from finetune.errors import RequestError, or_meant
 from finetune.plan.named import find_model_config
+from finetune.run.sizes import ALEXNET_SIZES
 
 HEAD_SIZE = 64  # of the transformers: narrower ones have fewer heads
 CLASSES = {"num_labels": 10}
@@ -31,19 +32,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         "sequence_tokens": 256,
     },
     "resnet": {**find_model_config("resnet-18"), "image_size": 224},
-    "alexnet": {  # finetune.models.alexnet's "original"
+    "alexnet": {
+        **ALEXNET_SIZES["original"],
         "model_type": "alexnet",
         "architectures": ["AlexNetForImageClassification"],
         "num_channels": 3,
         "hidden_sizes": [64, 192, 384, 256, 256],
-        "stem_kernel_size": 11,
-        "stem_stride": 4,
-        "pool_kernel_size": 3,
-        "pooled_size": 6,
         "classifier_size": 4096,
         "dropout": 0.0,
         "num_labels": 1000,
-        "image_size": 224,
     },
 }
 # The sizes that a scale shrinks, and what each remains a multiple of.

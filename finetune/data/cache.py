@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,17 @@ def file_states(dataset_name: str | None, *files: str | None) -> list[FileState 
     is_folder = dataset_name is not None and place.is_dir()
     local = sorted(str(file) for file in place.rglob("*") if file.is_file()) if is_folder else []
     return [file_state(file) for file in (*files, *local)]
+
+
+def folder_for(kind: str, form: int, files: Sequence[Any], *settings: Any) -> Path:
+    """The folder for prepared data of a `kind`, whose content has the `form`. Its name changes with the states of the
+    data `files`, with Python, whose own text is built in, and with the `settings`: JSON values, and dataclasses of
+    flags, of which those OF_NO_EFFECT do not count."""
+    plain = [asdict(one) if is_dataclass(one) and not isinstance(one, type) else one for one in settings]
+    for flags in plain:
+        for name in OF_NO_EFFECT if isinstance(flags, dict) else ():
+            flags.pop(name, None)
+    return cache_home() / kind / cache_key(form, platform.python_version(), files, plain)
 
 
 def prepare_once(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from finetune.data.account import CorpusAccount, note_of_cuts
-from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states
+from finetune.data.cache import file_states, folder_for
 from finetune.data.changes import UnchangedFiles
 from finetune.data.chat.conversation import Learning
 from finetune.data.chat.remarks import ENDLESS, note_of_ends, notes_of, turn_ends
@@ -34,7 +33,6 @@ from finetune.run.launch import Launch
 from finetune.run.mixture import parts_of
 
 FORMAT = 10  # raise it when what is cached changes
-OF_NO_TOKEN = (*OF_NO_EFFECT, "chat_template", "train_file")  # flags that the key covers by the content they name
 TOKENIZER_DOCUMENTS = 100_000  # of a stream: enough text to train a vocabulary on
 
 
@@ -115,18 +113,13 @@ class _Job:
 
     @cached_property
     def folder(self) -> Path:
-        arguments, files = self.arguments, [part.path for part in parts_of(self.arguments.train_file)]
-        key = cache_key(
-            FORMAT,
-            platform.python_version(),  # the built-in text is Python's own
-            {name: value for name, value in asdict(arguments).items() if name not in OF_NO_TOKEN},
-            # Blocks are cut at load time, but a tokenizer trained from scratch depends on their size.
-            None if self.tokenizer else [self.blocks.tokenizer, self.blocks.bpe_vocab_size, self.block_size],
-            file_states(arguments.dataset_name, *files, arguments.validation_file),
-            None if self.tokenizer is None else identity_for_texts(self.tokenizer),
-            self.seed,
-        )
-        return cache_home() / "causal_lm" / key
+        arguments, paths = self.arguments, [part.path for part in parts_of(self.arguments.train_file)]
+        files = file_states(arguments.dataset_name, *paths, arguments.validation_file)
+        by_content = replace(arguments, chat_template=None, train_file=None)
+        # Blocks are cut at load time, but a tokenizer trained from scratch depends on their size.
+        trained = [self.blocks.tokenizer, self.blocks.bpe_vocab_size, self.block_size]
+        known = trained if self.tokenizer is None else identity_for_texts(self.tokenizer)
+        return folder_for("causal_lm", FORMAT, files, by_content, known, self.seed)
 
     def make(self, folder: Path) -> None:
         """Reads and tokenizes each file, and writes tokens and counts. Skips the training text of a stream."""

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 from datasets import Dataset
 from transformers import AutoTokenizer, DataCollatorForTokenClassification, DataCollatorWithPadding
 
-from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states
+from finetune.data.cache import file_states, folder_for
 from finetune.data.charset import encoding_notes
 from finetune.data.columns import MULTI_LABEL, TOKENS, Columns, Labels, said_counts, said_data
 from finetune.data.label_lists import MERGED
@@ -87,6 +86,7 @@ class ClassificationData(Tokenized):
 
 
 Data = TypeVar("Data", bound=ClassificationData)
+Rows: TypeAlias = dict[str, list[Any]]  # a batch, by column
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,11 @@ class Kind(Generic[Data]):
     name: str
     read: Callable[[Any], tuple[Table, str]]
     clean: Callable[..., CleanTables]
-    encoder: Callable[[Any, Columns, int], Callable[[dict[str, list[Any]]], dict[str, list[Any]]]]
+    encode: Callable[[Any, Columns, int, Rows], dict[str, list[Any]]]  # by tokenizer, to at most so many tokens
     texts: Callable[[CleanTables], Iterator[str]]
-    count: Callable[[Table, Labels], dict[str, int]]
-    kept: tuple[str, ...]
     data: Callable[..., Data]
+    count: Callable[[Table, Labels], dict[str, int]] = lambda tables, labels: {}
+    kept: tuple[str, ...] = ()
     train: Callable[[Iterator[str], int, int], Any] = train_wordpiece  # used when no tokenizer is given
 
 
@@ -151,21 +151,11 @@ class _Preparation:
 
     @cached_property
     def folder(self) -> Path:
-        """In the cache; its name changes with every flag, file and version that changes the data."""
-        arguments = self.arguments
-        key = cache_key(
-            FORMAT,
-            platform.python_version(),  # the built-in text is Python's own
-            asdict(arguments),
-            {name: value for name, value in asdict(self.preparation).items() if name not in OF_NO_EFFECT},
-            file_states(arguments.dataset_name, arguments.train_file, arguments.validation_file, arguments.test_file),
-            None if self.tokenizer is None else identity(self.tokenizer),
-            self.max_seq_length,
-            self.vocab_size,
-            self.seed,
-            None if self.trained is None else asdict(self.trained),
-        )
-        return cache_home() / self.kind.name / key
+        given = self.arguments
+        files = file_states(given.dataset_name, given.train_file, given.validation_file, given.test_file)
+        known = None if self.tokenizer is None else identity(self.tokenizer)
+        sizes = [self.max_seq_length, self.vocab_size, self.seed]
+        return folder_for(self.kind.name, FORMAT, files, given, self.preparation, known, sizes, self.trained)
 
     def make(self, folder: Path) -> None:
         """Read, clean, tokenize and save."""
@@ -183,7 +173,7 @@ class _Preparation:
             texts = some_texts(arguments, found) if found else kind.texts(clean)
             tokenizer = kind.train(texts, self.vocab_size, self.max_seq_length)
         workers = preparation.preprocessing_num_workers or os.cpu_count()
-        encode = kind.encoder(tokenizer, clean.columns, self.max_seq_length)
+        encode = partial(kind.encode, tokenizer, clean.columns, self.max_seq_length)
         tokenized, truncated = tokenize_tables(clean.splits, encode, kind.kept, workers)
         counts = found.label_counts if found else kind.count(tokenized, clean.labels)
         rows = {split: len(table) for split, table in tokenized.items()}
@@ -236,19 +226,14 @@ def tokenize_tables(
     return tokenized, truncated
 
 
-def _encoder(
-    tokenizer: Any, columns: Columns, max_length: int
-) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
-    def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        texts = ([str(value) for value in rows[name]] for name in columns.text)
-        encoded, cut = cut_to(tokenizer, max_length, **dict(zip(("text", "text_pair"), texts, strict=False)))
-        return {**encoded, "length": [len(ids) for ids in encoded["input_ids"]], "truncated": cut}
-
-    return encode
+def _encode(tokenizer: Any, columns: Columns, max_length: int, rows: Rows) -> dict[str, list[Any]]:
+    texts = ([str(value) for value in rows[name]] for name in columns.text)
+    encoded, cut = cut_to(tokenizer, max_length, **dict(zip(("text", "text_pair"), texts, strict=False)))
+    return {**encoded, "length": [len(ids) for ids in encoded["input_ids"]], "truncated": cut}
 
 
 TEXTS = Kind(
-    "classification", load_tables, clean_tables, _encoder, _texts, _label_counts, ("label", ROW), ClassificationData
+    "classification", load_tables, clean_tables, _encode, _texts, ClassificationData, _label_counts, ("label", ROW)
 )
 
 

@@ -69,13 +69,13 @@ def said_counts(counts: Mapping[str, int]) -> str:
     return f"from {fewest:,} of {rarest} to {most:,} of {commonest}"
 
 
-def said_data(account: Any, columns: str, what: str, *more: str) -> str:
+def said_data(account: Any, columns: str, what: str, *more: str, unit: str = "rows", flag: str = "train_file") -> str:
     """The log line for a data set whose rows are called `what`, with further remarks `more`: what is used, and which
-    flag changes it."""
+    flag changes it. Bad ones are counted by the `unit`."""
     rows = ", ".join(f"{count:,} {split}" for split, count in account.rows.items())
     left_out = sum(account.skipped.values())
-    own = "--train_file takes your own" if account.source.startswith("built-in") else ""
-    said = (f"{left_out:,} bad rows left out" if left_out else "", columns, *account.notes, *more, own)
+    own = f"--{flag} takes your own" if account.source.startswith("built-in") else ""
+    said = (f"{left_out:,} bad {unit} left out" if left_out else "", columns, *account.notes, *more, own)
     return f"data: {account.source} ({'; '.join([f'{rows} {what}', *filter(None, said)])})"
 
 
@@ -136,8 +136,8 @@ def find_labels(
     not a number.
     """
     counts = by_text(values)
-    numbers = {name: number for name in counts if (number := _number(name)) is not None}
-    infinite = [name for name in counts if name not in numbers and _is_infinite(name)]
+    numbers = {name: float(name) for name in counts if is_number(name)}
+    infinite = [name for name in counts if math.isinf(number_in(name) or 0.0)]
     if task is None and infinite and is_regression([name for name in counts if name not in infinite]):
         raise RequestError(
             f"{where}: the label {infinite[0]!r} is not finite, but the others are numbers to predict. Fix or drop its "
@@ -166,10 +166,10 @@ def is_regression(values: Collection[Any]) -> bool:
     """Whether numeric labels are quantities to predict: some have fractions, or they are written as floats and take too
     many values for classes. A few distinct whole floats are classes: integers become 1.0 in a column with a NaN, and
     ratings go from 1.0 to 5.0."""
-    numbers = {_number(str(value).strip()) for value in values}
-    if None in numbers or len(numbers) < 2:
+    texts = {str(value).strip() for value in values}
+    if not all(map(is_number, texts)) or len(numbers := set(map(float, texts))) < 2:
         return False
-    if any(number % 1 for number in numbers if number is not None):
+    if any(number % 1 for number in numbers):
         return True
     return len(numbers) > FEW and are_written_as_floats(values)
 
@@ -184,24 +184,15 @@ def note_of_numbers(values: Collection[Any], labels: Labels, task: str | None) -
         return ""
     if labels.task == "regression":
         return "its labels are numbers to predict (--task classification makes them classes)"
-    if are_written_as_floats(values) and all(_number(str(value)) is not None for value in values):
+    if are_written_as_floats(values) and all(is_number(str(value)) for value in values):
         return "its labels are whole numbers, and so classes (--task regression predicts numbers)"
-    if len(labels.names) > FEW and all(_number(name) is not None for name in labels.names):
+    if len(labels.names) > FEW and all(map(is_number, labels.names)):
         return "if its labels are amounts and no classes, --task regression"
     return ""
 
 
-def _number(text: str) -> float | None:
-    number = _read_number(text)
-    return number if number is not None and math.isfinite(number) else None
-
-
-def _is_infinite(text: str) -> bool:
-    number = _read_number(text)
-    return number is not None and math.isinf(number)
-
-
-def _read_number(text: str) -> float | None:
+def number_in(text: str) -> float | None:
+    """The number that a text is, which may be infinite or NaN; None for other texts."""
     try:
         return float(text)
     except ValueError:
@@ -210,7 +201,8 @@ def _read_number(text: str) -> float | None:
 
 def is_number(text: str) -> bool:
     """Whether it is written as a finite number."""
-    return _number(text) is not None
+    number = number_in(text)
+    return number is not None and math.isfinite(number)
 
 
 def of_chats_alone(kind: str, given: CorpusArguments) -> Iterator[str]:

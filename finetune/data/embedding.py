@@ -4,14 +4,14 @@ a score; or one text with a label."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from finetune.data.classification import ClassificationData, Kind, prepare
+from finetune.data.classification import ClassificationData, Kind, Rows, prepare
 from finetune.data.columns import WIDTHS, Columns, said_counts, said_data
 from finetune.data.embedding_rows import (
     BUILT_IN,
@@ -23,6 +23,7 @@ from finetune.data.embedding_rows import (
     text_column,
     texts_of,
 )
+from finetune.data.packing import mask_of, padded
 from finetune.data.tables import ROW
 from finetune.data.tokenizer import cut_to
 from finetune.run.recipes.embedding import EmbeddingDataArguments
@@ -62,7 +63,7 @@ def prepare_embedding(
     settled = replace(arguments, query_prompt=prompts.get("query"), document_prompt=prompts.get("document"))
     clean = partial(clean_rows, said_prompt=arguments.document_prompt)
     kind = Kind(
-        "embedding", load_rows, clean, partial(encoder, settled), texts_of, _counts, (JUDGED, ROW), EmbeddingData
+        "embedding", load_rows, clean, partial(encode, settled), texts_of, EmbeddingData, _counts, (JUDGED, ROW)
     )
     return prepare(settled, *rest, kind=kind, **more)
 
@@ -74,27 +75,23 @@ def _counts(tables: Any, labels: Any) -> dict[str, int]:
     return {name: ids.count(i) for i, name in enumerate(labels.names)}
 
 
-def encoder(
-    arguments: EmbeddingDataArguments, tokenizer: Any, columns: Columns, max_length: int
-) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
+def encode(
+    arguments: EmbeddingDataArguments, tokenizer: Any, columns: Columns, max_length: int, rows: Rows
+) -> dict[str, list[Any]]:
     """Encodes rows of texts; each text is cut to `max_length`, including special tokens."""
-
-    def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        names = [name for i in range(len(rows)) if (name := text_column(i)) in rows]
-        prompts = [arguments.query_prompt or "", *[arguments.document_prompt or ""] * (len(names) - 1)]
-        made = [
-            cut_to(tokenizer, max_length, text=[prompt + text for text in rows[name]])
-            for name, prompt in zip(names, prompts, strict=True)
-        ]
-        sides = [side["input_ids"] for side, _ in made]
-        return {
-            IDS: [list(row) for row in zip(*sides, strict=True)],
-            KEYS: [[key(text) for text in row] for row in zip(*(rows[name] for name in names), strict=True)],
-            "length": [max(map(len, row)) for row in zip(*sides, strict=True)],
-            "truncated": [any(row) for row in zip(*(was_cut for _, was_cut in made), strict=True)],
-        }
-
-    return encode
+    names = [name for i in range(len(rows)) if (name := text_column(i)) in rows]
+    prompts = [arguments.query_prompt or "", *[arguments.document_prompt or ""] * (len(names) - 1)]
+    made = [
+        cut_to(tokenizer, max_length, text=[prompt + text for text in rows[name]])
+        for name, prompt in zip(names, prompts, strict=True)
+    ]
+    sides = [side["input_ids"] for side, _ in made]
+    return {
+        IDS: [list(row) for row in zip(*sides, strict=True)],
+        KEYS: [[key(text) for text in row] for row in zip(*(rows[name] for name in names), strict=True)],
+        "length": [max(map(len, row)) for row in zip(*sides, strict=True)],
+        "truncated": [any(row) for row in zip(*(was_cut for _, was_cut in made), strict=True)],
+    }
 
 
 def key(text: str) -> int:
@@ -107,20 +104,14 @@ def collate(pad: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     `widths[i]` tokens. Also `keys` (B, C) and `judged` (B,), zeros for pairs, as raw bits: under DeepSpeed the Trainer
     casts floats to bf16 (transformers 5.23, Trainer._prepare_input). `labels` (B,) come first, as the Trainer counts
     rows by them; `shift_labels` keep it from dropping the first row, which it would as the first token of a text."""
-    count, sides = len(rows), list(zip(*(row[IDS] for row in rows), strict=True))
-    widths = [max(map(len, side)) for side in sides]
-    one_each = torch.ones(count, dtype=torch.long)
-    shape = count * len(sides), max(widths)
-    batch: dict[str, Any] = {
+    sides = list(zip(*(row[IDS] for row in rows), strict=True))
+    texts, one_each = [ids for side in sides for ids in side], torch.ones(len(rows), dtype=torch.long)
+    return {
         "labels": one_each,
         "shift_labels": one_each,
-        "input_ids": torch.full(shape, pad),
-        "attention_mask": torch.zeros(shape, dtype=torch.long),
+        "input_ids": padded(texts, pad),
+        "attention_mask": mask_of(texts),
         KEYS: torch.tensor([row[KEYS] for row in rows]),
         JUDGED: torch.tensor([float(row.get(JUDGED, 0)) for row in rows]).view(torch.int32),
-        WIDTHS: widths,
+        WIDTHS: [max(map(len, side)) for side in sides],
     }
-    for i, ids in enumerate(ids for side in sides for ids in side):
-        batch["input_ids"][i, : len(ids)] = torch.tensor(ids)
-        batch["attention_mask"][i, : len(ids)] = 1
-    return batch

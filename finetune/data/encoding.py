@@ -13,7 +13,7 @@ from datasets import Features, List, Value
 
 from finetune.data.chat.conversation import Learning, completion, conversation
 from finetune.data.chat.remarks import REMARKS
-from finetune.data.chat.templates import is_ours
+from finetune.data.chat.templates import AT_A_TIME, each_rendered
 from finetune.data.columns import CHAT, TEXT
 from finetune.data.documents import ENDS
 from finetune.data.formats import Format
@@ -21,12 +21,10 @@ from finetune.data.packing import TokenWriter, dtype_of
 from finetune.data.places import NUMBER, Place
 from finetune.data.tokenizer import beginning_of, begun, letters_of, rows_of
 from finetune.errors import RequestError
-from finetune.safe_read.bounded import each_bounded
 
 MANY_ROWS, MANY_BYTES = 2_000, 8 << 20
 MOST_CHARACTERS = 1 << 20
 BATCH_ROWS = 64  # about 1 MiB of text at a time, with rows of documents.PIECE_CHARACTERS
-CHAT_ROWS = 1024  # a process is forked for each batch of conversations
 
 
 class Encoder:
@@ -78,12 +76,7 @@ class Encoder:
 
     def _turns(self, rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         every = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
-        is_strange = self.form.kind == CHAT and not is_ours(self.tokenizer.chat_template)
-        made: list[Any] = (
-            each_bounded(self._encoded, every, "the tokenizer's chat template")
-            if is_strange
-            else list(map(self._encoded, every))
-        )
+        made = each_rendered(self._encoded, every, self.tokenizer.chat_template if self.form.kind == CHAT else None)
         texts = [
             self.tokenizer.decode([i for i, used in zip(ids, learnt, strict=True) if used], skip_special_tokens=True)
             for ids, learnt, _ in made
@@ -135,7 +128,7 @@ def write_tokens(folder: Path, table: Any, encoder: Encoder, workers: int) -> tu
         encoder,
         with_indices=True,
         batched=True,
-        batch_size=CHAT_ROWS if kind == CHAT else BATCH_ROWS,
+        batch_size=AT_A_TIME if kind == CHAT else BATCH_ROWS,
         writer_batch_size=BATCH_ROWS,
         num_proc=min(workers, len(table)) if workers > 1 and _is_large(table) else None,
         remove_columns=table.column_names,

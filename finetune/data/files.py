@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from finetune.data.cache import cache_key, file_states
 from finetune.data.charset import UTF8, as_utf8
+from finetune.data.columns import number_in
 from finetune.data.hub import hub_is_reachable
 from finetune.data.open_quotes import refuse_open_quotes
 from finetune.errors import FinetuneError, RequestError, first_line
@@ -214,18 +215,10 @@ def _has_header(rows: list[list[str]]) -> bool:
         return True
     for column, first in enumerate(rows[0]):
         below = [row[column] for row in rows[1:] if column < len(row)]
-        if _is_number(first) and below and all(_is_number(cell) for cell in below):
+        if number_in(first) is not None and below and all(number_in(cell) is not None for cell in below):
             return False
         if below.count(first) >= 2 and len(set(below)) <= len(below) / 2:
             return False
-    return True
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
     return True
 
 

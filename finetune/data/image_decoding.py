@@ -6,7 +6,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -62,18 +62,18 @@ class Resizer:
         shown = [f"{width} x {height}" for (width, height), _ in self.seen.most_common(3)]
         return [*shown, f"{len(self.seen) - 3} other sizes"] if len(self.seen) > 3 else shown
 
-    def write(self, source: RawSplit, rows: npt.NDArray[np.int64], path: Path) -> tuple[list[int], list[str]]:
+    def write(self, source: RawSplit, path: Path) -> tuple[list[int], list[str]]:
         """Returns the rows written, and for each other row its name and the error."""
         kept: list[int] = []
         bad: list[str] = []
         with path.open("wb") as file:
-            for row, (pixels, reason) in zip(rows.tolist(), self._read_all(source, rows), strict=True):
+            for row, (pixels, reason) in enumerate(self._read_all(source)):
                 if pixels is None:
                     bad.append(f"{source.names[row]} {reason}")
                     continue
                 if not self.shape:
                     self.shape = pixels.shape
-                    _check_room(path.parent, pixels.nbytes * len(rows))
+                    _check_room(path.parent, pixels.nbytes * len(source))
                 if pixels.shape != self.shape:
                     raise RequestError(
                         f"{source.names[row]} becomes {pixels.shape}, others {self.shape}: the model's image processor "
@@ -84,17 +84,18 @@ class Resizer:
                 kept.append(row)
         return kept, bad
 
-    def _read_all(self, source: RawSplit, rows: npt.NDArray[np.int64]) -> Iterator[tuple[Any, str]]:
+    def _read_all(self, source: RawSplit) -> Iterator[tuple[Any, str]]:
         with ThreadPoolExecutor(self.threads) as pool:
-            for start in range(0, len(rows), CHUNK):
-                for pixels, reason, size in pool.map(lambda row: self._read(source, row), rows[start : start + CHUNK]):
+            for start in range(0, len(source), CHUNK):
+                rows = range(start, min(start + CHUNK, len(source)))
+                for pixels, reason, size in pool.map(partial(self._read, source), rows):
                     self.seen.update([size] if size else [])
                     yield pixels, reason
 
-    def _read(self, source: RawSplit, row: Any) -> tuple[Any, str, tuple[int, int] | None]:
+    def _read(self, source: RawSplit, row: int) -> tuple[Any, str, tuple[int, int] | None]:
         """Pixels (channels, H, W) or None, the error, and the picture's original size."""
         try:
-            picture = source.read(int(row))
+            picture = source.read(row)
         except BadImageError as error:
             return None, str(error), None
         if picture.size == self._square:

@@ -19,7 +19,7 @@ from finetune.data import cifar
 from finetune.data.columns import HIDDEN_LABEL, label_text, said_columns
 from finetune.data.files import open_hub
 from finetune.data.tables import SPLITS
-from finetune.errors import RequestError, first_line, listed
+from finetune.errors import RequestError, first_line, listed, plain
 from finetune.run.flags.images import ImageArguments
 from finetune.safe_read import is_plain_file
 from finetune.safe_read.files import walk
@@ -38,15 +38,24 @@ class BadImageError(RequestError):
 
 @dataclass(frozen=True)
 class RawSplit:
-    """Raw pictures, a name for each, and their class names, or None if unlabeled."""
+    """Raw pictures, and for each that is used a name and its class name, or None if unlabeled."""
 
     pictures: Sequence[Any]
     names: Sequence[str]
     labels: Sequence[str] | None
+    places: Sequence[int] | None = None  # of the pictures that are used; None: all
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def select(self, rows: Sequence[int]) -> RawSplit:
+        labels = None if self.labels is None else [self.labels[row] for row in rows]
+        places = rows if self.places is None else [self.places[row] for row in rows]
+        return RawSplit(self.pictures, [self.names[row] for row in rows], labels, places)
 
     def read(self, row: int) -> Image.Image:
         """In RGB. Raises BadImageError."""
-        return open_picture(self.pictures[row])
+        return open_picture(self.pictures[row if self.places is None else int(self.places[row])])
 
 
 @dataclass(frozen=True)
@@ -57,9 +66,7 @@ class RawImages:
     names: tuple[str, ...]
     source: str
     is_builtin: bool = False
-    left_out: int = 0  # files that are not pictures, or not in a class folder
-    hidden: tuple[str, ...] = ()  # picture folders that are skipped because their names begin with a dot
-    columns: str = ""  # which are read, and which are ignored
+    notes: tuple[str, ...] = ()  # on files that are not used, or on the columns that are read
 
 
 def load_images(arguments: ImageArguments) -> RawImages:
@@ -138,7 +145,9 @@ def _from_folders(folders: dict[str, Path]) -> RawImages:
         if split == "train" or (not names and splits[split].labels is not None):
             names = tuple(sorted(set(splits[split].labels or ())))
     source = ", ".join(folder.name for folder in folders.values())
-    return RawImages(splits, names, source, left_out=left_out, hidden=tuple(hidden))
+    notes = [f"{left_out:,} other files not used"] * bool(left_out)
+    notes += [f"hidden folders left out: {listed([*map(plain, hidden)])}"] * bool(hidden)
+    return RawImages(splits, names, source, notes=tuple(notes))
 
 
 def _look_into(folder: Path, split: str) -> tuple[RawSplit, int, list[str]]:
@@ -204,7 +213,7 @@ def _from_hub(arguments: ImageArguments) -> RawImages:
         if label is not None and (split == "train" or not names):
             feature = table.features[label]
             names = tuple(feature.names) if isinstance(feature, ClassLabel) else tuple(sorted(set(labels or ())))
-    return RawImages(splits, names, " ".join(filter(None, (name, config))), columns=columns)
+    return RawImages(splits, names, " ".join(filter(None, (name, config))), notes=(columns,))
 
 
 def _hub_columns(table: Dataset, arguments: ImageArguments, split: str) -> tuple[str, str | None]:

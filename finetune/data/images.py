@@ -17,23 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import PIL
 
-from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states, prepare_once
-from finetune.data.columns import Labels
+from finetune.data.cache import file_states, folder_for, prepare_once
+from finetune.data.columns import Labels, listed, said_data
 from finetune.data.image_decoding import CHANNELS, SHOWN, Resizer, moments, refuse_bad, square_processor
 from finetune.data.image_samples import ImageCollator, Pictures, augmentation_of
 from finetune.data.image_sources import BadImageError, RawImages, RawSplit, load_images
-from finetune.data.splits import require_splits, unused_fraction
-from finetune.data.tables import SPLITS, at_most, hold_out
-from finetune.errors import RequestError, plain
+from finetune.data.splits import HeldOut, require_splits
+from finetune.data.tables import SPLITS, hold_out, settle_splits
+from finetune.errors import RequestError
 from finetune.run.facts import LEAST_SIDE, MOST_SIDE
 from finetune.run.flags.images import AugmentationArguments, ImageArguments
 from finetune.run.flags.text import PreparationArguments
 from finetune.run.launch import Launch
 
-FORMAT = 3  # raise it when what is cached changes
+FORMAT = 4  # raise it when what is cached changes
 LOOKED_AT = 200  # pictures from which the default side is chosen
 
 
@@ -48,9 +47,6 @@ class ImageAccount:
     label_counts: dict[str, int]  # of the training pictures
     side: int
     sizes: list[str]  # the most frequent original sizes
-    left_out: int  # files that are not used
-    hidden: list[str]  # picture folders that are skipped because their names begin with a dot
-    single: list[str]  # classes of a single picture, none of which is held out
     mean: list[float]
     std: list[float]
     notes: list[str]  # further remarks
@@ -88,18 +84,9 @@ class ImageData:
     def describe(self) -> str:
         """One line for the log: what is used, and which flags change it."""
         account = self.account
-        rows = ", ".join(f"{count:,} {split}" for split, count in account.rows.items())
-        resized = f", {account.side} x {account.side} pixels from {', '.join(account.sizes)}"
-        bad = sum(account.skipped.values())
-        cut = f", {bad:,} bad pictures left out" if bad else ""
-        cut += f", {account.left_out:,} other files not used" if account.left_out else ""
-        cut += f", hidden folders left out: {_listed(account.hidden)}" if account.hidden else ""
-        cut += (
-            f", classes with a single picture, for training only: {_listed(account.single)}" if account.single else ""
-        )
-        cut += "".join(f"; {note}" for note in account.notes)
-        more = "; --train_dir takes your own" if account.is_builtin else ""
-        return f"data: {account.source} ({rows} pictures, {len(self.labels.names)} classes{resized}{cut}{more})"
+        size = f"{account.side} x {account.side} pixels from {', '.join(account.sizes)}"
+        what = f"pictures, {len(self.labels.names)} classes, {size}"
+        return said_data(account, "", what, unit="pictures", flag="train_dir")
 
 
 def prepare_images(
@@ -119,8 +106,7 @@ def prepare_images(
     Raises RequestError for bad data, and RunError if the preparing rank takes longer than --data_timeout_seconds.
     """
     job = _Preparation(arguments, preparation, processor, seed, trained)
-    folder = cache_home() / "images" / job.key()
-    timeout = preparation.data_timeout_seconds
+    folder, timeout = job.folder, preparation.data_timeout_seconds
     prepare_once(folder, job.make, what="to read pictures", launch=launch, timeout_seconds=timeout)
     stored = json.loads((folder / "data.json").read_text(encoding="utf-8"))
     account = ImageAccount(**stored["account"])
@@ -133,10 +119,6 @@ def prepare_images(
         change = augmentation_of(augmentation, account.side, account.is_builtin, seed) if split == "train" else None
         splits[split] = Pictures(pixels, np.load(labels) if labels.is_file() else None, change)
     return ImageData(splits, Labels("classification", tuple(stored["names"])), account, own, stored["pictures"])
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(plain(name) for name in [*names[:SHOWN], *(["..."] if len(names) > SHOWN else [])])
 
 
 def _check_crop(augmentation: AugmentationArguments, sides: Sequence[int]) -> None:
@@ -158,34 +140,26 @@ class _Preparation:
     seed: int
     trained: Labels | None
 
-    def key(self) -> str:
-        """The name of the cache folder: it changes with every flag, file and version that changes the data."""
-        arguments = self.arguments
-        folders = (arguments.train_dir, arguments.validation_dir, arguments.test_dir, arguments.cifar_dir)
-        return cache_key(
-            FORMAT,
-            PIL.__version__,
-            asdict(arguments),
-            {name: value for name, value in asdict(self.preparation).items() if name not in OF_NO_EFFECT},
-            [file_states(folder) for folder in (arguments.dataset_name, *folders)],
-            None if self.processor is None else self.processor.to_dict(),
-            self.seed,
-            None if self.trained is None else asdict(self.trained),
-        )
+    @property
+    def folder(self) -> Path:
+        given = self.arguments
+        names = (given.dataset_name, given.train_dir, given.validation_dir, given.test_dir, given.cifar_dir)
+        more = [PIL.__version__, None if self.processor is None else self.processor.to_dict(), self.seed]
+        return folder_for("images", FORMAT, [*map(file_states, names)], given, self.preparation, more, self.trained)
 
     def make(self, folder: Path) -> None:
         """Reads, checks, splits, decodes and saves."""
         arguments, preparation, seed = self.arguments, self.preparation, self.seed
         raw = load_images(arguments)
         names = _class_names(raw, self.trained)
-        chosen, note = _chosen_rows(raw, names, preparation, seed)
+        chosen, note = _chosen(raw, names, preparation, seed)
         first = "train" if "train" in chosen else next(iter(chosen))
         side = arguments.image_size or _default_side(raw.splits["train" if "train" in raw.splits else first])
         processor = self.processor or square_processor(side, [0.0] * CHANNELS, [1.0] * CHANNELS)
         resizer = Resizer(processor, preparation.preprocessing_num_workers or os.cpu_count() or 1)
         rows, bad, pictures, counts = {}, {}, {}, {}
-        for split, (source, wanted) in chosen.items():
-            kept, bad[split] = resizer.write(source, wanted, folder / f"{split}.bin")
+        for split, source in chosen.items():
+            kept, bad[split] = resizer.write(source, folder / f"{split}.bin")
             rows[split] = len(kept)
             pictures[split] = [source.names[row] for row in kept] if split == "test" else []
             if source.labels is not None:
@@ -195,9 +169,12 @@ class _Preparation:
                     found = Counter(ids.tolist())
                     counts = {name: found[i] for i, name in enumerate(names)}
         is_held_out = "validation" in chosen and "validation" not in raw.splits
-        wanted_rows = {split: len(wanted) for split, (_, wanted) in chosen.items()}
-        refuse_bad(bad, wanted_rows, preparation.skip_bad_rows, is_held_out)
+        refuse_bad(
+            bad, {split: len(source) for split, source in chosen.items()}, preparation.skip_bad_rows, is_held_out
+        )
         found_labels = Counter(raw.splits["train"].labels or () if is_held_out else ())
+        single = [name for name in names if found_labels[name] == 1]
+        said_single = f"classes with a single picture, for training only: {listed(single, ', ')}" if single else ""
         mean, std = moments(np.memmap(folder / f"{first}.bin", np.uint8, "r").reshape(-1, *resizer.shape))
         account = ImageAccount(
             raw.source,
@@ -207,12 +184,9 @@ class _Preparation:
             counts,
             resizer.shape[-1],
             resizer.sizes(),
-            raw.left_out,
-            list(raw.hidden),
-            [name for name in names if found_labels[name] == 1],
             mean,
             std,
-            [one for one in (raw.columns, note) if one],
+            [one for one in (*raw.notes, said_single, note) if one],
         )
         stored = {"account": asdict(account), "names": names, "shape": resizer.shape, "pictures": pictures}
         (folder / "data.json").write_text(json.dumps(stored, indent=1), encoding="utf-8")
@@ -239,28 +213,20 @@ def _class_names(raw: RawImages, trained: Labels | None) -> tuple[str, ...]:
     return names
 
 
-def _chosen_rows(
+def _chosen(
     raw: RawImages, names: Sequence[str], cut: PreparationArguments, seed: int
-) -> tuple[dict[str, tuple[RawSplit, npt.NDArray[np.int64]]], str]:
-    """The rows of each split to use, with part of train held out if there is no validation split, and a note about
+) -> tuple[dict[str, RawSplit], str]:
+    """The pictures of each split to use, with part of train held out if there is no validation split, and a note about
     that."""
-    note = ""
-    found = {split: (source, np.arange(len(source.names))) for split, source in raw.splits.items()}
+
+    def held_out(train: RawSplit) -> HeldOut:
+        ids = np.asarray([names.index(label) for label in train.labels or ()])
+        return hold_out(ids, len(names), cut.validation_fraction, seed, "Add pictures, or give --validation_dir.")
+
     for split, source in raw.splits.items():
-        if not source.names:
+        if not len(source):
             raise RequestError(f"the {split} data has no pictures.")
-    if "train" in found and "validation" not in found:
-        source = raw.splits["train"]
-        ids = np.asarray([names.index(label) for label in source.labels or ()])
-        mend = "Add pictures, or give --validation_dir."
-        kept, held_out, note = hold_out(ids, len(names), cut.validation_fraction, seed, mend)
-        found |= {"train": (source, kept), "validation": (source, held_out)}
-    elif "train" in found:
-        note = unused_fraction(cut)
-    limits = dict(zip(SPLITS, (cut.max_train_samples, cut.max_eval_samples, cut.max_predict_samples), strict=True))
-    for split, (source, rows) in found.items():
-        if (most := limits[split]) is not None:
-            found[split] = source, rows[at_most(len(rows), most, None if split == "test" else seed)]
+    found, note = settle_splits(raw.splits, cut, seed, held_out, RawSplit.select)
     return {split: found[split] for split in SPLITS if split in found}, note
 
 

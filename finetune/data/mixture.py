@@ -8,30 +8,23 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset
 
 from finetune.data.numbered import Numbered
 from finetune.data.packing import PackedDataset
 
 
-class Joined(Dataset[Any]):
-    """The blocks of `parts`, concatenated. With `weights`, which are normalized, the sampler draws in these proportions
+class Joined(ConcatDataset[Any]):
+    """The blocks of `parts`. With `weights`, which are normalized, the sampler draws in these proportions
     (sampling.py)."""
 
     def __init__(
         self, parts: Sequence[PackedDataset], weights: Sequence[Fraction] | None = None, names: Sequence[str] = ()
     ) -> None:
+        super().__init__(parts)
         self.parts, self.names = tuple(parts), names
         self.weights = [weight / sum(weights) for weight in weights] if weights else None
         self.sizes = [len(part) for part in parts]
-        self.ends = np.cumsum(self.sizes)
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
-
-    def __getitem__(self, index: int) -> Any:
-        part = int(np.searchsorted(self.ends, index, side="right"))
-        return self.parts[part][index - int(self.ends[part]) + self.sizes[part]]
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -58,7 +51,7 @@ def taken_of_each(split: Any, sampler: Any, samples: int) -> dict[str, dict[str,
         times += np.bincount(order, minlength=len(split))
         samples, epoch = samples - len(order), epoch + 1
     found = dict[str, dict[str, Any]]()
-    for name, part, own in zip(split.names, split.parts, np.split(times, split.ends[:-1]), strict=True):
+    for name, part, own in zip(split.names, split.parts, np.split(times, split.cumulative_sizes[:-1]), strict=True):
         pieces, known = part.blocks, part.tokens.starts[:-1]
         begin = np.searchsorted(known, pieces.starts + pieces.sizes) - np.searchsorted(known, pieces.starts)
         documents = np.add.reduceat(begin, pieces.offsets[:-1])

@@ -7,6 +7,7 @@ trained on. Each token of the text except the very first is predicted exactly on
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 REAL_TOKENS = "real_tokens"  # number of tokens in each row of a micro-batch, without padding
@@ -225,6 +227,17 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         if start + size == bounds[min(last, len(bounds) - 1)]:
             after[-1] = IGNORED
         return after, place
+
+
+def padded(rows: Iterable[Sequence[int]], value: int) -> torch.Tensor:
+    """(B, longest), padded on the right."""
+    whole = [torch.tensor(row, dtype=torch.long) for row in rows]
+    return pad_sequence(whole, batch_first=True, padding_value=value)
+
+
+def mask_of(rows: Iterable[Sequence[int]]) -> torch.Tensor:
+    """(B, longest): 1 for each element of `rows`, 0 for their padding."""
+    return padded(([1] * len(row) for row in rows), 0)
 
 
 class Collator:

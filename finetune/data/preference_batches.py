@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from finetune.data.columns import IGNORED
+from finetune.data.packing import mask_of, padded
 
 OF_PAIRS, OF_ANSWERS = ("chosen", "rejected"), ("answer", "other")
 
@@ -22,19 +23,18 @@ def collate(sides: tuple[str, str], pad: int, rows: Sequence[Mapping[str, Any]])
     rows by them; `shift_labels` keep it from dropping the first row, which it would as the first token of a text."""
     ids = [row[f"{side}_ids"] for side in sides for row in rows]
     learnt = [row[f"{side}_learnt"] for side in sides for row in rows]
-    shape = len(ids), max(map(len, ids))
-    batch = {
+    targets = [_following(*side) for side in zip(ids, learnt, strict=True)]
+    return {
         **of_rows(rows),
-        "input_ids": torch.full(shape, pad),
-        "attention_mask": torch.zeros(shape, dtype=torch.long),
-        "targets": torch.full(shape, IGNORED),
+        "input_ids": padded(ids, pad),
+        "attention_mask": mask_of(ids),
+        "targets": padded(targets, IGNORED),
     }
-    for i, (tokens, used) in enumerate(zip(ids, learnt, strict=True)):
-        own, counts = torch.tensor(tokens), torch.tensor(used)
-        batch["input_ids"][i, : len(own)] = own
-        batch["attention_mask"][i, : len(own)] = 1
-        batch["targets"][i, : len(own) - 1] = torch.where(counts, own, IGNORED)[1:]
-    return batch
+
+
+def _following(ids: Sequence[int], learnt: Sequence[bool]) -> list[int]:
+    """For each token the next one, or IGNORED if that is not trained on."""
+    return [*(token if used else IGNORED for token, used in zip(ids[1:], learnt[1:], strict=True)), IGNORED]
 
 
 def of_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
@@ -65,13 +65,8 @@ def collate_shared(pad: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, tor
     (B, T); `segments` (B, T) is each token's segment, and `position_ids` (B, T) its position in its side."""
     found = [_joined(row) for row in rows]
     fill = {"input_ids": pad, "targets": IGNORED, "segments": PADDING, "position_ids": 0}
-    shape = len(rows), max(len(one["input_ids"]) for one in found)
-    batch = {**of_rows(rows), **{name: torch.full(shape, value) for name, value in fill.items()}}
-    for i, one in enumerate(found):
-        for name, values in one.items():
-            batch[name][i, : len(values)] = torch.tensor(values)
-    batch["attention_mask"] = (batch["segments"] != PADDING).long()
-    return batch
+    batch = {name: padded((one[name] for one in found), value) for name, value in fill.items()}
+    return {**of_rows(rows), **batch, "attention_mask": (batch["segments"] != PADDING).long()}
 
 
 def _joined(row: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -81,9 +76,8 @@ def _joined(row: Mapping[str, Any]) -> dict[str, list[int]]:
     found["position_ids"] = list(range(shared))
     for side, segment in zip(OF_PAIRS, (CHOSEN, REJECTED), strict=True):
         own, learnt = row[f"{side}_ids"][shared:], row[f"{side}_learnt"][shared:]
-        following = [token if used else IGNORED for token, used in zip(own[1:], learnt[1:], strict=True)]
         found["input_ids"] += own
-        found["targets"] += [*following, IGNORED]
+        found["targets"] += _following(own, learnt)
         found["segments"] += [segment] * len(own)
         found["position_ids"] += range(shared, shared + len(own))
     return found

@@ -21,9 +21,11 @@ from finetune.data.chat.turns import ASSISTANT, Turn, has_words, quoted
 from finetune.data.column_names import SYSTEM
 from finetune.data.formats import NOT_LEARNT, led_by
 from finetune.data.preference_columns import ANSWERS, SCORES, SIDES, prompt_of, turns_in
-from finetune.data.splits import hold_out_by, open_splits
+from finetune.data.splits import HeldOut, hold_out_by, open_splits
+from finetune.data.tables import settle_splits
 from finetune.data.tokenizer import beginning_of
 from finetune.errors import RequestError
+from finetune.run.flags.text import PreparationArguments
 from finetune.run.recipes.preference import PreferenceDataArguments
 
 SPLITS = ("train", "validation")
@@ -53,11 +55,14 @@ def open_tables(arguments: PreferenceDataArguments) -> tuple[dict[str, Dataset],
     return open_splits(arguments, lambda: {"train": Dataset.from_list(docstring_pairs())}, source, splits=SPLITS)
 
 
-def held_out(rows: Sequence[Sides], fraction: float, seed: int) -> dict[str, list[Sides]]:
-    """A seeded split by prompt: all rows of a prompt go to the same side. Raises RequestError."""
-    keys = [_key(row.prompt or row.answers) for row in rows]
-    *parts, _ = hold_out_by(keys, fraction, seed, "the training data", "prompts")
-    return {name: [rows[i] for i in part] for name, part in zip(SPLITS, parts, strict=True)}
+def settled(sides: dict[str, list[Sides]], cut: PreparationArguments, seed: int) -> tuple[dict[str, list[Sides]], str]:
+    """As `settle_splits`: all rows of a prompt go to the same side. Raises RequestError."""
+
+    def held_out(rows: list[Sides]) -> HeldOut:
+        keys = [_key(row.prompt or row.answers) for row in rows]
+        return hold_out_by(keys, cut.validation_fraction, seed, "the training data", "prompts")
+
+    return settle_splits(sides, cut, seed, held_out, lambda rows, some: [rows[i] for i in some])
 
 
 def sides_of(kind: str, row: Mapping[str, Any]) -> Sides:

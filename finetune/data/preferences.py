@@ -8,9 +8,8 @@ across all splits and locates the reference model's log-probabilities."""
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -20,10 +19,10 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from finetune.data.cache import OF_NO_EFFECT, cache_home, cache_key, file_states
+from finetune.data.cache import file_states, folder_for
 from finetune.data.charset import encoding_notes
 from finetune.data.chat.remarks import notes_of
-from finetune.data.chat.templates import DEFAULT_TEMPLATE, INVENTED, UNTEMPLATED, is_ours, read_template
+from finetune.data.chat.templates import DEFAULT_TEMPLATE, INVENTED, UNTEMPLATED, each_rendered, read_template
 from finetune.data.columns import said_columns, said_data
 from finetune.data.find_columns import HEAD_ROWS
 from finetune.data.places import Place
@@ -34,20 +33,18 @@ from finetune.data.preference_rows import (
     Sides,
     encoded,
     fitted,
-    held_out,
     open_tables,
+    settled,
     sides_of,
     single,
     with_others,
 )
-from finetune.data.splits import renamed, unused_fraction
-from finetune.data.tables import at_most
+from finetune.data.splits import renamed
 from finetune.data.tokenizer import Tokenized, identity_for_texts, prepare_tokens, train_text_tokenizer
 from finetune.errors import RequestError
 from finetune.run.flags.text import PreparationArguments
 from finetune.run.launch import Launch
 from finetune.run.recipes.preference import PreferenceDataArguments
-from finetune.safe_read.bounded import each_bounded
 
 FORMAT = 5  # raise it when what is cached changes
 
@@ -135,19 +132,11 @@ class _Job:
 
     @cached_property
     def folder(self) -> Path:
-        arguments, tokenizer = self.arguments, self.tokenizer
-        key = cache_key(
-            FORMAT,
-            platform.python_version(),  # the built-in text is Python's own
-            asdict(arguments) | {"chat_template": None},  # the tokenizer's identity includes the template's content
-            {name: value for name, value in asdict(self.preparation).items() if name not in OF_NO_EFFECT},
-            file_states(arguments.dataset_name, arguments.train_file, arguments.validation_file),
-            None if tokenizer is None else identity_for_texts(tokenizer),
-            self.is_single,
-            self.block_size,
-            self.seed,
-        )
-        return cache_home() / "preference" / key
+        given, known = self.arguments, None if self.tokenizer is None else identity_for_texts(self.tokenizer)
+        files = file_states(given.dataset_name, given.train_file, given.validation_file)
+        by_content = replace(given, chat_template=None)  # the tokenizer's identity includes the template's content
+        more = [known, self.is_single, self.block_size, self.seed]
+        return folder_for("preference", FORMAT, files, by_content, self.preparation, more)
 
     def make(self, folder: Path) -> None:
         """Read, clean, split, tokenize and save."""
@@ -156,15 +145,8 @@ class _Job:
         for split, table in renamed(self.arguments, tables).items():
             sides[split], skipped[split], said = self._sides(split, table)
             columns = columns or said
-        notes = [*encoding_notes(self.arguments, SPLITS)]
-        if "validation" not in sides:
-            sides |= held_out(sides["train"], self.preparation.validation_fraction, self.seed)
-        elif "train" in sides:
-            notes.append(unused_fraction(self.preparation))
-        for split, most in zip(SPLITS, (self.preparation.max_train_samples, self.preparation.max_eval_samples),
-                               strict=True):  # fmt: skip
-            if split in sides and most is not None:
-                sides[split] = [sides[split][i] for i in at_most(len(sides[split]), most, self.seed)]
+        sides, note = settled(sides, self.preparation, self.seed)
+        notes = [*encoding_notes(self.arguments, SPLITS), note]
         if self.is_single:
             sides = {split: single(rows, split == "train") for split, rows in sides.items()}
         is_chat = any(row.is_chat for rows in sides.values() for row in rows)
@@ -227,11 +209,9 @@ class _Job:
     ) -> tuple[Dataset, int]:
         """A table of token ids, and how many rows were cut; adds each row's remarks to `remarks`. Rows are sorted by
         length, because it saves padding and metrics do not depend on order."""
-        encode = partial(encoded, tokenizer)
-        strange = any(row.is_chat for row in rows) and not is_ours(tokenizer.chat_template)
-        made = each_bounded(encode, rows, "the tokenizer's chat template") if strange else map(encode, rows)
+        template = tokenizer.chat_template if any(row.is_chat for row in rows) else None
         cut_to = []
-        for found, said in made:
+        for found, said in each_rendered(partial(encoded, tokenizer), rows, template):
             cut_to.append(fitted(found, self.block_size))
             remarks.append(said)
         names = OF_ANSWERS if self.is_single else OF_PAIRS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -16,7 +16,7 @@ from datasets import Dataset
 from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
 from finetune.data.builtin import by_package
-from finetune.data.classification import ClassificationData, Kind, prepare
+from finetune.data.classification import ClassificationData, Kind, Rows, prepare
 from finetune.data.columns import Columns, Labels, is_empty, said_data
 from finetune.data.files import open_file
 from finetune.data.splits import hold_out_by, open_splits, refuse_bad_rows, renamed, said_split
@@ -61,10 +61,8 @@ def prepare_questions(arguments: QuestionDataArguments, *rest: Any, max_seq_leng
         name="question_answering",
         read=load_questions,
         clean=clean_questions,
-        encoder=partial(window_encoder, stride),
+        encode=partial(encode_windows, stride),
         texts=lambda clean: (text for name in (QUESTION, CONTEXT) for text in clean.splits["train"][name]),
-        count=lambda tables, labels: {},
-        kept=(),
         data=QuestionData,
         train=partial(train_wordpiece, lowercase=False),
     )
@@ -178,9 +176,7 @@ def _fault(context: Any, texts: Sequence[Any] = (), starts: Sequence[Any] = ()) 
     return ""
 
 
-def window_encoder(
-    stride: int, tokenizer: Any, columns: Columns, max_length: int
-) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
+def encode_windows(stride: int, tokenizer: Any, columns: Columns, max_length: int, rows: Rows) -> dict[str, list[Any]]:
     """Windows of at most `max_length` tokens: the question and a part of the context that shares `stride` tokens with
     the next window. A question that is too long is cut. Raises RequestError if windows have no room for a question."""
     special = tokenizer.num_special_tokens_to_add(pair=True)
@@ -190,44 +186,40 @@ def window_encoder(
             f"--doc_stride {stride}: windows of {max_length} tokens (--max_seq_length) have no room for a question, "
             f"the stride and {LEAST_NEW} new tokens. Give at most {max_length - special - 2 * LEAST_NEW}."
         )
-
-    def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        given = rows[QUESTION]
-        spans = tokenizer(given, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        asked = [text[: at[most - 1][1]] if len(at) > most else text for text, at in zip(given, spans, strict=True)]
-        found = tokenizer(
-            asked,
-            rows[CONTEXT],
-            truncation="only_second",
-            max_length=max_length,
-            stride=stride,
-            return_overflowing_tokens=True,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-        )
-        of = found.pop("overflow_to_sample_mapping")
-        sides = [np.asarray([side == 1 for side in found.sequence_ids(i)])[:, None] for i in range(len(of))]
-        pairs = found.pop("offset_mapping")
-        offsets = [np.where(side, np.asarray(one), -1).T for side, one in zip(sides, pairs, strict=True)]
-        made: dict[str, list[Any]] = {**found, "length": [len(ids) for ids in found["input_ids"]]}
-        made["truncated"] = [asked[i] != given[i] for i in of]
-        null = tokenizer.cls_token_id
-        nulls = [ids.index(null) if null in ids else 0 for ids in made["input_ids"]]
-        if TEXTS in rows:
-            answers = [(rows[TEXTS][i][0], rows[STARTS][i][0]) if rows[TEXTS][i] else ("", -1) for i in of]
-            made["labels"] = [
-                [*_span(answer, firsts, lasts, place), length]
-                for answer, (firsts, lasts), place, length in zip(answers, offsets, nulls, made["length"], strict=True)
-            ]
-        if ID in rows:
-            made |= {name: [rows[name][i] for i in of] for name in (ROW, ID, QUESTION, CONTEXT, TEXTS) if name in rows}
-            made |= {
-                NULL: nulls,
-                **{name: [one[i].tolist() for one in offsets] for i, name in enumerate((FIRST, LAST))},
-            }
-        return made
-
-    return encode
+    given = rows[QUESTION]
+    spans = tokenizer(given, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    asked = [text[: at[most - 1][1]] if len(at) > most else text for text, at in zip(given, spans, strict=True)]
+    found = tokenizer(
+        asked,
+        rows[CONTEXT],
+        truncation="only_second",
+        max_length=max_length,
+        stride=stride,
+        return_overflowing_tokens=True,
+        return_offsets_mapping=True,
+        return_attention_mask=False,
+    )
+    of = found.pop("overflow_to_sample_mapping")
+    sides = [np.asarray([side == 1 for side in found.sequence_ids(i)])[:, None] for i in range(len(of))]
+    pairs = found.pop("offset_mapping")
+    offsets = [np.where(side, np.asarray(one), -1).T for side, one in zip(sides, pairs, strict=True)]
+    made: dict[str, list[Any]] = {**found, "length": [len(ids) for ids in found["input_ids"]]}
+    made["truncated"] = [asked[i] != given[i] for i in of]
+    null = tokenizer.cls_token_id
+    nulls = [ids.index(null) if null in ids else 0 for ids in made["input_ids"]]
+    if TEXTS in rows:
+        answers = [(rows[TEXTS][i][0], rows[STARTS][i][0]) if rows[TEXTS][i] else ("", -1) for i in of]
+        made["labels"] = [
+            [*_span(answer, firsts, lasts, place), length]
+            for answer, (firsts, lasts), place, length in zip(answers, offsets, nulls, made["length"], strict=True)
+        ]
+    if ID in rows:
+        made |= {name: [rows[name][i] for i in of] for name in (ROW, ID, QUESTION, CONTEXT, TEXTS) if name in rows}
+        made |= {
+            NULL: nulls,
+            **{name: [one[i].tolist() for one in offsets] for i, name in enumerate((FIRST, LAST))},
+        }
+    return made
 
 
 def _span(answer: tuple[str, int], firsts: Any, lasts: Any, null: int) -> tuple[int, int]:

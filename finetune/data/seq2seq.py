@@ -4,7 +4,7 @@ and the first lines of their docstrings."""
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from datasets import Dataset
 from tokenizers import processors
 
 from finetune.data.builtin import by_package
-from finetune.data.classification import ClassificationData, Kind, prepare
+from finetune.data.classification import ClassificationData, Kind, Rows, prepare
 from finetune.data.columns import Columns, Labels, is_empty, said_columns, said_data
 from finetune.data.find_columns import TRANSLATION, find_pair
 from finetune.data.splits import open_splits, refuse_bad_rows
@@ -65,9 +65,8 @@ def prepare_pairs(
         name="seq2seq",
         read=load_pairs,
         clean=partial(clean_pairs, has_languages=has_languages(tokenizer)),
-        encoder=partial(pair_encoder, settled),
+        encode=partial(encode_pairs, settled),
         texts=lambda clean: (text for name in (SOURCE, TARGET) for text in clean.splits["train"][name]),
-        count=lambda tables, labels: {},
         kept=(SOURCE, TARGET, ROW),
         data=PairData,
         train=train_tokenizer,
@@ -167,30 +166,26 @@ def _without_bad_rows(table: Dataset, columns: Columns, split: str, skip: bool) 
     return Dataset.from_dict(texts | ({ROW: kept} if split == "test" else {})), count
 
 
-def pair_encoder(
-    arguments: PairArguments, tokenizer: Any, columns: Columns, max_length: int
-) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
+def encode_pairs(
+    arguments: PairArguments, tokenizer: Any, columns: Columns, max_length: int, rows: Rows
+) -> dict[str, list[Any]]:
     """Encodes prefixed sources and, as `labels`, targets, each truncated to its length. A test row without a target
     gets just the end token, which is not evaluated."""
     most, prefix = int(arguments.max_target_length or 0), arguments.source_prefix or ""
     end = tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-
-    def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        sources, source_cut = cut_to(tokenizer, max_length, text=[prefix + text for text in rows[SOURCE]])
-        ids = sources["input_ids"]
-        targets, target_cut = cut_to(tokenizer, most, text_target=rows.get(TARGET, [""] * len(ids)))
-        # Not every tokenizer adds the end, and BART cannot shift an empty row.
-        written = [one or [end] for one in targets["input_ids"]]
-        return {
-            "input_ids": ids,
-            "labels": written,
-            "length": [len(a) + len(b) for a, b in zip(ids, written, strict=True)],
-            "source_cut": source_cut,
-            "target_cut": target_cut,
-            "truncated": [a or b for a, b in zip(source_cut, target_cut, strict=True)],
-        }
-
-    return encode
+    sources, source_cut = cut_to(tokenizer, max_length, text=[prefix + text for text in rows[SOURCE]])
+    ids = sources["input_ids"]
+    targets, target_cut = cut_to(tokenizer, most, text_target=rows.get(TARGET, [""] * len(ids)))
+    # Not every tokenizer adds the end, and BART cannot shift an empty row.
+    written = [one or [end] for one in targets["input_ids"]]
+    return {
+        "input_ids": ids,
+        "labels": written,
+        "length": [len(a) + len(b) for a, b in zip(ids, written, strict=True)],
+        "source_cut": source_cut,
+        "target_cut": target_cut,
+        "truncated": [a or b for a, b in zip(source_cut, target_cut, strict=True)],
+    }
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, max_length: int) -> Any:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,7 @@ SPLITS = ("train", "validation", "test")
 ROW = "row"  # the number of a test row in its file, from 0
 
 Table = dict[str, Dataset]
+Rows = TypeVar("Rows", bound=Sized)
 
 
 def load_tables(arguments: DataArguments) -> tuple[Table, str]:
@@ -263,26 +264,28 @@ def hold_out(ids: npt.NDArray[Any], classes: int, fraction: float, seed: int, me
 
 
 def settle_splits(
-    tables: Table, cut: PreparationArguments, seed: int, held_out: Callable[[Dataset], HeldOut]
-) -> tuple[Table, str]:
+    tables: dict[str, Rows],
+    cut: PreparationArguments,
+    seed: int,
+    held_out: Callable[[Rows], HeldOut],
+    select: Callable[[Rows, Any], Rows] = Dataset.select,
+) -> tuple[dict[str, Rows], str]:
     """Holds out a part of the training rows if there is no validation split, then limits each split to its
-    --max_*_samples. Also returns a note, or "". Raises RequestError if no row is left."""
+    --max_*_samples; `select` takes the rows with some numbers. Also returns a note, or ""."""
     note = unused_fraction(cut) if "train" in tables and "validation" in tables else ""
     if "train" in tables and "validation" not in tables:
         train = tables["train"]
         kept, apart, note = held_out(train)
-        tables = tables | {"train": train.select(kept), "validation": train.select(apart)}
+        tables = tables | {"train": select(train, kept), "validation": select(train, apart)}
     limits = zip(SPLITS, (cut.max_train_samples, cut.max_eval_samples, cut.max_predict_samples), strict=True)
     asked = {split: most for split, most in limits if split in tables and most is not None}
     rows = {name: at_most(len(tables[name]), most, None if name == "test" else seed) for name, most in asked.items()}
-    return tables | {split: tables[split].select(some) for split, some in rows.items()}, note
+    return tables | {split: select(tables[split], some) for split, some in rows.items()}, note
 
 
 def at_most(rows: int, most: int, seed: int | None) -> npt.NDArray[np.int64]:
     """The sorted numbers of the rows to keep: a seeded sample, because the first rows of a sorted file may hold one
-    class; without a seed, the first rows. Raises RequestError if none would be left."""
-    if most < 1:
-        raise RequestError(f"a maximum of {most} samples leaves nothing. Give 1 or more, or leave the flag out.")
+    class; without a seed, the first rows."""
     if seed is None or most >= rows:
         return np.arange(min(most, rows))
     return np.sort(np.random.default_rng(seed).permutation(rows)[:most])

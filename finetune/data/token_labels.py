@@ -7,7 +7,7 @@ entities.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from datasets import ClassLabel, Dataset, Features, List, Value
 
 from finetune.data.charset import UTF8, as_utf8
-from finetune.data.classification import ClassificationData, Kind
+from finetune.data.classification import ClassificationData, Kind, Rows
 from finetune.data.columns import IGNORED, LINE, TOKENS, Columns, Labels, names_of_ids
 from finetune.data.files import open_file
 from finetune.data.find_columns import find_token_columns
@@ -211,32 +211,26 @@ def _ids(rows: Sequence[Sequence[str]], labels: Labels, said: str) -> list[list[
     return [[labels.ids[tag] for tag in row] for row in rows]
 
 
-def word_encoder(
-    tokenizer: Any, columns: Columns, max_length: int
-) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
+def encode_words(tokenizer: Any, columns: Columns, max_length: int, rows: Rows) -> dict[str, list[Any]]:
     """Tokenizes words joined by spaces, as the tokenizer sees them in `pipeline`, whether or not spaces belong to its
     tokens. A word's label goes to its first token. For test rows `first` gives that token's position, or -1 for a word
     that was cut off or has no token."""
-
-    def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        texts = [" ".join(words) for words in rows["tokens"]]
-        found = tokenizer(
-            texts, truncation=True, max_length=max_length, return_attention_mask=False, return_offsets_mapping=True
-        )
-        offsets = found.pop("offset_mapping")
-        firsts = [
-            _first_tokens(words, text, spans) for words, text, spans in zip(rows["tokens"], texts, offsets, strict=True)
+    texts = [" ".join(words) for words in rows["tokens"]]
+    found = tokenizer(
+        texts, truncation=True, max_length=max_length, return_attention_mask=False, return_offsets_mapping=True
+    )
+    offsets = found.pop("offset_mapping")
+    firsts = [
+        _first_tokens(words, text, spans) for words, text, spans in zip(rows["tokens"], texts, offsets, strict=True)
+    ]
+    lengths = [len(ids) for ids in found["input_ids"]]
+    encoded = {**found, "length": lengths, "truncated": [-1 in first for first in firsts]}
+    if "label" in rows:
+        encoded["labels"] = [
+            _labels_of_tokens(ids, first, length)
+            for ids, first, length in zip(rows["label"], firsts, lengths, strict=True)
         ]
-        lengths = [len(ids) for ids in found["input_ids"]]
-        encoded = {**found, "length": lengths, "truncated": [-1 in first for first in firsts]}
-        if "label" in rows:
-            encoded["labels"] = [
-                _labels_of_tokens(ids, first, length)
-                for ids, first, length in zip(rows["label"], firsts, lengths, strict=True)
-            ]
-        return {**encoded, "first": firsts} if WORDS in rows else encoded
-
-    return encode
+    return {**encoded, "first": firsts} if WORDS in rows else encoded
 
 
 def _first_tokens(words: Sequence[str], text: str, spans: Sequence[tuple[int, int]]) -> list[int]:
@@ -269,7 +263,7 @@ SENTENCES = Kind(
     name=TOKENS,
     read=load_sentences,
     clean=clean_sentences,
-    encoder=word_encoder,
+    encode=encode_words,
     texts=lambda clean: (" ".join(words) for words in clean.splits["train"]["tokens"]),
     count=_tag_counts,
     kept=(ROW, WORDS),

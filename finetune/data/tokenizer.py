@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import BertWordPieceTokenizer, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from finetune.data.cache import prepare_once
@@ -121,50 +121,27 @@ def letters_of(tokenizer: Any) -> frozenset[str] | None:
 def train_wordpiece(texts: Iterable[str], vocab_size: int, max_length: int, lowercase: bool = True) -> Any:
     """A BERT-style WordPiece tokenizer, lower-casing by default, with a vocabulary of at most `vocab_size`.
 
-    The same texts give the same vocabulary. `max_length` is in tokens, [CLS] and [SEP] included.
+    The same texts give the same vocabulary. `max_length` is in tokens, [CLS] and [SEP] included. The trainer numbers
+    the pieces "##a", "##b", ... in hash map order and breaks ties between merges by these numbers, so two runs would
+    differ (tokenizers 0.23, models/bpe/trainer.rs, tokenize_words). Passing the pieces as special tokens numbers them
+    in a fixed order. Only the vocabulary of that tokenizer is kept.
     """
-    vocabulary = _train_vocabulary(list(texts), vocab_size, lowercase)
-    tokenizer = _tokenizer(vocabulary, lowercase)
-    cls, sep = SPECIAL["cls_token"], SPECIAL["sep_token"]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{cls} $A {sep}",
-        pair=f"{cls} $A {sep} $B:1 {sep}:1",
-        special_tokens=[(token, tokenizer.token_to_id(token)) for token in (cls, sep)],
-    )
-    tokenizer.decoder = decoders.WordPiece()
-    return ready(tokenizer, max_length, **SPECIAL)
-
-
-def _tokenizer(vocabulary: dict[str, int] | None, lowercase: bool) -> Tokenizer:
-    model = models.WordPiece(vocabulary, unk_token=SPECIAL["unk_token"]) if vocabulary else models.WordPiece()
-    tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    return tokenizer
-
-
-def _train_vocabulary(texts: list[str], vocab_size: int, lowercase: bool) -> dict[str, int]:
-    """The trainer numbers the pieces "##a", "##b", ... in hash map order and breaks ties between merges by these
-    numbers, so two runs differ (tokenizers 0.23, models/bpe/trainer.rs, tokenize_words). Passing the pieces as special
-    tokens numbers them in a fixed order. Only the vocabulary is kept.
-    """
-    tokenizer = _tokenizer(None, lowercase)
+    texts, first = list(texts), BertWordPieceTokenizer(lowercase=lowercase)
     counts: Counter[str] = Counter()
     for text in texts:
-        counts.update(tokenizer.normalizer.normalize_str(text))
+        counts.update(first.normalize(text))
     common = sorted(sorted(counts), key=lambda c: -counts[c])[:ALPHABET_CHARACTERS]
     alphabet = [c for c in common if not c.isspace()]
-    first = [*SPECIAL.values(), *(PREFIX + c for c in alphabet)]
-    trainer = trainers.WordPieceTrainer(
+    first.train_from_iterator(
+        texts,
         vocab_size=vocab_size,
-        special_tokens=first,
+        special_tokens=[*SPECIAL.values(), *(PREFIX + c for c in alphabet)],
         initial_alphabet=alphabet,
         limit_alphabet=len(alphabet),
         show_progress=False,
-        min_frequency=2,
     )
-    tokenizer.train_from_iterator(texts, trainer)
-    return dict(tokenizer.get_vocab())
+    made = BertWordPieceTokenizer(first.get_vocab(), lowercase=lowercase)
+    return ready(Tokenizer.from_str(made.to_str()), max_length, **SPECIAL)
 
 
 END_OF_TEXT = "<|endoftext|>"

@@ -8,15 +8,13 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from finetune.data.chat.conversation import rendered
-from finetune.data.chat.templates import is_ours, read_template
+from finetune.data.chat.templates import each_rendered, read_template
 from finetune.data.encoding import refuse_unknown_characters
 from finetune.data.tokenizer import beginning_of, begun, letters_of
 from finetune.errors import RequestError, first_line, plain
 from finetune.generation.prompts import Prompt
-from finetune.safe_read.bounded import each_bounded
 
 NO_TEMPLATE = "none"  # a value of --chat_template: prompts as plain text
-AT_A_TIME = 1024  # conversations per forked process
 
 
 def settle_template(tokenizer: Any, asked: str | None) -> str:
@@ -91,9 +89,4 @@ def _rendered(tokenizer: Any, prompts: Sequence[Prompt]) -> list[str]:
                 "or give another template with --chat_template."
             ) from error
 
-    if is_ours(tokenizer.chat_template):
-        return [render(prompt) for prompt in prompts]
-    found: list[str] = []
-    for start in range(0, len(prompts), AT_A_TIME):
-        found += each_bounded(render, prompts[start : start + AT_A_TIME], "the chat template")
-    return found
+    return each_rendered(render, prompts, tokenizer.chat_template)

@@ -67,11 +67,8 @@ class Writer:
         """The model with its adapter, on its device or sharded by ZeRO-3. Call it after `meet`."""
         kept_alive = self._shard_while_reading()
         assert self.source.pretrained is not None
-        is_local = self.source.hub_id is None
         kept = Kept(self.dtype)
-        model = load_weights(
-            AutoModelForCausalLM, self.source.pretrained, self.source.config, is_local, self.arguments, kept
-        )
+        model = load_weights(AutoModelForCausalLM, self.source.pretrained, self.source.config, self.arguments, kept)
         model = with_adapter(model, AdapterArguments(), self.source.adapter, TEXT_GENERATION.adapter).eval()
         if not self.shards:
             return model.to(device_of(launch, self.has_cuda))

@@ -14,13 +14,14 @@ import torch
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import PredictionOutput
 
+from finetune.data.packing import mask_of, padded
 from finetune.data.seq2seq import PAIRS, SOURCE, TARGET, PairData
 from finetune.data.tables import ROW
 from finetune.errors import RequestError
 from finetune.generation.batches import batches_of
 from finetune.generation.judging import USUAL_METRICS, TextMetrics, over_ranks, table_of, write_rows
 from finetune.models.adapters import check_adapter, kept_as, with_adapter
-from finetune.models.seq2seq import PairCollator, Seq2SeqSource, build_seq2seq, find_seq2seq_source, read_as
+from finetune.models.seq2seq import PairCollator, Seq2SeqSource, build_seq2seq, find_seq2seq_source
 from finetune.models.source import positions_of
 from finetune.run.facts import NO_LIMIT
 from finetune.run.flags.adapter import AdapterArguments
@@ -129,7 +130,7 @@ class PairTrainer(FinetuneTrainer):
     def _generate(self, sources: list[list[int]]) -> list[list[int]]:
         """The model's output as token ids, special tokens included."""
         tokenizer, device = self.processing_class, self.args.device
-        ids, mask = (one.to(device) for one in read_as(sources, tokenizer.pad_token_id))
+        ids, mask = padded(sources, tokenizer.pad_token_id).to(device), mask_of(sources).to(device)
         beams = {"num_beams": self.asked.num_beams} if self.asked.num_beams else {}
         with torch.no_grad():
             made = self.model.generate(

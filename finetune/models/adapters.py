@@ -158,8 +158,8 @@ def open_trained(found: Named, auto: str, mend: str) -> Any:
     arguments = ModelArguments(model_name_or_path=found.base)
     config = from_pretrained(transformers.AutoConfig, found.flag, found.base, arguments, mend)
     config, kind = with_labels(config, found.adapter), getattr(transformers, auto)
-    is_local, has_head = found.hub_id is None, found.adapter is None
-    model = load_weights(kind, found.place, config, is_local, arguments, flag=found.flag, has_new_head=not has_head)
+    makes_head = found.adapter is not None
+    model = load_weights(kind, found.place, config, arguments, flag=found.flag, has_new_head=makes_head)
     return with_adapter(model, AdapterArguments(), found.adapter, "").eval()
 
 

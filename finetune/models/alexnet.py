@@ -2,7 +2,7 @@
 
     config = AlexNetConfig(num_labels=10)
     model = AlexNetForImageClassification(config)
-    layers = alexnet_pipeline(config, seed=42)     # the same layers; each stage builds only its own
+    AlexNetForImageClassification.pipeline(config, seed=42)     # the same layers; each stage builds only its own
 
 It has no batch norm, and nothing else depends on the rest of the batch: the loss is the same however samples are spread
 over ranks. Importing this module registers it with AutoConfig and AutoModelForImageClassification.
@@ -14,19 +14,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 
-from finetune.models.pipeline import (
-    PipelineLayer,
-    PipelineModel,
-    classifier_pipeline,
-    draw_layer,
-    layer_spec,
-    summed_loss,
-)
+from finetune.models.pipeline import LayeredClassifier, draw_layer, summed_loss
 
 CONVOLUTIONS, POOLED = 5, (0, 1, 4)  # how many, and which are followed by a max-pool
 LAYERS = CONVOLUTIONS + 3
@@ -62,7 +55,7 @@ class AlexNetConvolution(GradientCheckpointingLayer):
         self.convolution = nn.Conv2d(sizes[place], sizes[place + 1], kernel, stride=stride, padding=padding)
         self.pool = nn.MaxPool2d(config.pool_kernel_size, 2) if place in POOLED else nn.Identity()
         if seed is not None:
-            draw_layer(self, AlexNetPreTrainedModel(config)._init_weights, seed, place)
+            draw_layer(self, draw, seed, place)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.to(self.convolution.weight.dtype)  # pictures are fp32 even if a pipeline's weights are bf16
@@ -85,45 +78,47 @@ class AlexNetLinear(GradientCheckpointingLayer):
         kind, outputs = (AlexNetHead, config.num_labels) if self.is_last else (nn.Linear, config.classifier_size)
         self.linear = kind(inputs, outputs)
         if seed is not None:
-            draw_layer(self, AlexNetPreTrainedModel(config)._init_weights, seed, place)
+            draw_layer(self, draw, seed, place)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.linear(self.drop(self.pool(x).flatten(1)))  # (B, features)
         return x if self.is_last else nn.functional.relu(x)
 
 
-def layer_kind(place: int) -> type[nn.Module]:
-    """The class of the layer at `place`."""
-    return AlexNetConvolution if place < CONVOLUTIONS else AlexNetLinear
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def draw(module: nn.Module) -> None:
+    """He initialization, which keeps the scale through ReLUs (arXiv 1502.01852, eq. 10), and a small head, so that the
+    initial loss is that of a uniform guess; biases start at zero."""
+    if isinstance(module, nn.Conv2d | nn.Linear):
+        init.kaiming_normal_(module.weight, nonlinearity="relu")
+        init.zeros_(module.bias)
+    if isinstance(module, AlexNetHead):
+        init.normal_(module.weight, std=HEAD_STD)
 
 
-class AlexNetPreTrainedModel(PreTrainedModel):
+def summed_figures(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The loss of all pictures, and their confusion matrix row by row, in float64: (1, 1 + classes^2)."""
+    classes = logits.shape[-1]
+    cells = torch.bincount(labels * classes + logits.argmax(-1), minlength=classes**2)
+    return torch.cat([summed_loss(logits, labels).double()[None], cells.double()])[None]
+
+
+class AlexNetForImageClassification(LayeredClassifier):
+    """The loss is the mean over pictures, or with `num_items_in_batch` their sum divided by it, so that micro-batches
+    add up correctly."""
+
     config_class = AlexNetConfig
     base_model_prefix = "alexnet"
     main_input_name = "pixel_values"
     input_modalities = ("image",)
-    supports_gradient_checkpointing = True
-    _supports_sdpa = True  # it has no attention, but transformers requests the default all the same
     _no_split_modules: ClassVar = ["AlexNetConvolution", "AlexNetLinear"]
-
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def _init_weights(self, module: nn.Module) -> None:
-        """He initialization, which keeps the scale through ReLUs (arXiv 1502.01852, eq. 10), and a small head, so that
-        the initial loss is that of a uniform guess; biases start at zero."""
-        if isinstance(module, nn.Conv2d | nn.Linear):
-            init.kaiming_normal_(module.weight, nonlinearity="relu")
-            init.zeros_(module.bias)
-        if isinstance(module, AlexNetHead):
-            init.normal_(module.weight, std=HEAD_STD)
-
-
-class AlexNetForImageClassification(AlexNetPreTrainedModel):
-    """The loss is the mean over pictures, or with `num_items_in_batch` their sum divided by it, so that micro-batches
-    add up correctly."""
+    draw = staticmethod(draw)
+    figures = staticmethod(summed_figures)
 
     def __init__(self, config: AlexNetConfig) -> None:
         super().__init__(config)
-        self.layers = nn.ModuleList(layer_kind(place)(config, place) for place in range(LAYERS))
+        kinds = [AlexNetConvolution] * CONVOLUTIONS + [AlexNetLinear] * (LAYERS - CONVOLUTIONS)
+        self.layers = nn.ModuleList(kind(config, place) for place, kind in enumerate(kinds))
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -135,35 +130,10 @@ class AlexNetForImageClassification(AlexNetPreTrainedModel):
         **_: Any,
     ) -> ImageClassifierOutputWithNoAttention:
         """`pixel_values` (B, channels, H, W) and `labels` (B) -> `logits` (B, classes)."""
-        x = pixel_values
-        for layer in self.layers:
-            x = layer(x)
-        loss = None
+        logits, loss = self.logits(pixel_values), None
         if labels is not None:
-            loss = summed_loss(x, labels) / (len(labels) if num_items_in_batch is None else num_items_in_batch)
-        return ImageClassifierOutputWithNoAttention(loss=loss, logits=x)
-
-
-def draw_weights(model: AlexNetForImageClassification, seed: int) -> None:
-    """Initialize all of a model's weights exactly as the stages of a pipeline do."""
-    for place, layer in enumerate(model.layers):
-        draw_layer(layer, model._init_weights, seed, place)
-
-
-def alexnet_pipeline(config: AlexNetConfig, seed: int | None) -> PipelineModel:
-    """An AlexNet for `finetune.training.pipeline`. With `seed` None, weights are not initialized: they will be
-    loaded."""
-    layers = [
-        PipelineLayer(layer_spec(layer_kind(place), config, place, seed), f"layers.{place}") for place in range(LAYERS)
-    ]
-    return classifier_pipeline(AlexNetForImageClassification, config, layers, summed_figures)
-
-
-def summed_figures(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The loss of all pictures, and their confusion matrix row by row, in float64: (1, 1 + classes^2)."""
-    classes = logits.shape[-1]
-    cells = torch.bincount(labels * classes + logits.argmax(-1), minlength=classes**2)
-    return torch.cat([summed_loss(logits, labels).double()[None], cells.double()])[None]
+            loss = summed_loss(logits, labels) / (len(labels) if num_items_in_batch is None else num_items_in_batch)
+        return ImageClassifierOutputWithNoAttention(loss=loss, logits=logits)
 
 
 AutoConfig.register(AlexNetConfig.model_type, AlexNetConfig, exist_ok=True)

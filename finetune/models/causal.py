@@ -13,7 +13,15 @@ from finetune.data.tokenizer import rows_of
 from finetune.errors import RequestError
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.models.gptlite_weights import draw_weights
-from finetune.models.source import IN_FP32, Kept, TextSource, find_text_source, load_weights, positions_of
+from finetune.models.source import (
+    IN_FP32,
+    Kept,
+    TextSource,
+    find_text_source,
+    load_weights,
+    positions_of,
+    refuse_more_tokens,
+)
 from finetune.run.decoders import refuse_encoder
 from finetune.run.facts import tokens_of
 from finetune.run.flags.language import CausalModelArguments
@@ -65,8 +73,7 @@ def build_causal_lm(
     chosen: dict[str, Any] = {}
     if arguments.attn_implementation:
         chosen["attn_implementation"] = arguments.attn_implementation
-    is_local = source.hub_id is None
-    model = load_weights(AutoModelForCausalLM, source.pretrained, source.config, is_local, arguments, kept, **chosen)
+    model = load_weights(AutoModelForCausalLM, source.pretrained, source.config, arguments, kept, **chosen)
     if (rows := rows_of(tokenizer)) > embedded:
         model.resize_token_embeddings(rows)
     return model
@@ -91,12 +98,9 @@ def settled_config(arguments: CausalModelArguments, source: CausalSource, tokeni
     if arguments.attn_implementation:
         config._attn_implementation = arguments.attn_implementation
     if source.pretrained is not None:
-        embedded = config.get_text_config().vocab_size
-        if (rows := rows_of(tokenizer)) > embedded and not arguments.resize_embeddings:
-            raise RequestError(
-                f"the tokenizer has {rows:,} tokens, but the model embeds {embedded:,}. Use the model's own "
-                "tokenizer, or add rows for the new tokens with --resize_embeddings True."
-            )
+        if not arguments.resize_embeddings:
+            mend = ", or add rows for the new tokens with --resize_embeddings True"
+            refuse_more_tokens(tokenizer, config.get_text_config().vocab_size, mend)
         return config
     config.vocab_size = rows_of(tokenizer)
     config.eos_token_id = config.bos_token_id = tokenizer.eos_token_id

@@ -17,7 +17,16 @@ from transformers import (
 from finetune.data.columns import MULTI_LABEL, TOKENS, Labels
 from finetune.errors import RequestError
 from finetune.models.adapters import heads_of
-from finetune.models.source import IN_FP32, Kept, TextSource, find_text_source, load_weights, positions_of, with_labels
+from finetune.models.source import (
+    IN_FP32,
+    Kept,
+    TextSource,
+    find_text_source,
+    load_weights,
+    positions_of,
+    refuse_more_tokens,
+    with_labels,
+)
 from finetune.run.facts import NO_LIMIT, tokens_of
 from finetune.run.files import SETTLED, TEXT_COLUMNS
 from finetune.run.flags.text import ModelArguments
@@ -53,9 +62,6 @@ def trained_labels(config: Any | None) -> Labels | None:
 
 def find_source(arguments: ModelArguments, max_seq_length: int | None) -> Source:
     """Load the model's config and tokenizer, not its weights. Raises RequestError if either cannot be loaded."""
-    size = DISTILBERT_SIZES.get(arguments.model_size)
-    if size is None:
-        raise RequestError(f"--model_size {arguments.model_size}: give one of {', '.join(DISTILBERT_SIZES)}.")
     scratch = TextSource(config=None, description=f"DistilBERT from scratch, size {arguments.model_size}")
     found = find_text_source(arguments, scratch, fast=True)
     config, tokenizer = with_labels(found.config, found.adapter), found.tokenizer
@@ -64,7 +70,7 @@ def find_source(arguments: ModelArguments, max_seq_length: int | None) -> Source
     positions = max(DISTILBERT_POSITIONS, max_seq_length or 0) if config is None else positions_of(config)
     most = getattr(tokenizer, "model_max_length", NO_LIMIT)
     length = tokens_of("max_seq_length", max_seq_length, positions, most)
-    return Source(**vars(found), max_seq_length=length, vocab_size=size.vocab_size)
+    return Source(**vars(found), max_seq_length=length, vocab_size=DISTILBERT_SIZES[arguments.model_size].vocab_size)
 
 
 def build_classifier(
@@ -101,13 +107,12 @@ def build_classifier(
         setattr(config, key, value)
     fit_to(tokenizer, config)
     kind = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
-    name, is_local = str(source.pretrained), source.hub_id is None
     if kept.in_4bit:
         with torch.device("meta"):
             kept = replace(kept, whole=tuple(heads_of(kind.from_config(config))))
     # A head with another number of labels is replaced by a new one; an adapter brings its own.
     makes_head = will_train or source.adapter is not None
-    return load_weights(kind, name, config, is_local, arguments, kept, has_new_head=makes_head)
+    return load_weights(kind, str(source.pretrained), config, arguments, kept, has_new_head=makes_head)
 
 
 def _check_knows(source: Source, labels: Labels) -> None:
@@ -131,11 +136,7 @@ def fit_to(tokenizer: Any, config: Any) -> None:
     """Set the padding token. Raises RequestError if the model embeds fewer tokens than the tokenizer has."""
     if config.pad_token_id is None:
         config.pad_token_id = tokenizer.pad_token_id
-    if len(tokenizer) > config.vocab_size:
-        raise RequestError(
-            f"the tokenizer has {len(tokenizer):,} tokens, but the model embeds {config.vocab_size:,}. "
-            "Use the model's own tokenizer."
-        )
+    refuse_more_tokens(tokenizer, config.vocab_size)
 
 
 def scratch_config(

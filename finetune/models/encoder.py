@@ -20,22 +20,13 @@ TWO_PARTS = "--model_name_or_path {}: is an encoder-decoder model. Give an encod
 PROMPTS = ("query", "document")  # sentence-transformers' words
 
 
-@dataclass(frozen=True)
-class EncoderSource:
-    """A model before its weights are loaded, and how it embeds: `prompts` has one each for "query" and "document"."""
+@dataclass(frozen=True, kw_only=True)
+class EncoderSource(Source):
+    """Also says how the model embeds: `prompts` has one each for "query" and "document"."""
 
-    model: Source
     pooling: str
     prompts: Mapping[str, str]
     default_prompt: str | None = None
-
-    @property
-    def description(self) -> str:
-        return self.model.description
-
-    @property
-    def hub_id(self) -> str | None:
-        return self.model.hub_id
 
 
 def find_encoder_source(
@@ -53,7 +44,8 @@ def find_encoder_source(
         raise RequestError(TWO_PARTS.format(name))
     found = {kind: told.prompts.get(kind, "") if (said := prompts[kind]) is None else said for kind in PROMPTS}
     found = {**told.prompts, **found}  # keeps the model's prompts for other tasks
-    return EncoderSource(source, told.pooling or ("last" if _is_causal(config) else "mean"), found, told.default_prompt)
+    pooling = told.pooling or ("last" if _is_causal(config) else "mean")
+    return EncoderSource(**vars(source), pooling=pooling, prompts=found, default_prompt=told.default_prompt)
 
 
 def _is_causal(config: Any | None) -> bool:
@@ -70,7 +62,7 @@ def build_encoder(arguments: ModelArguments, source: Source, tokenizer: Any, kep
     fit_to(tokenizer, config)
     if hasattr(config, "use_cache"):
         config.use_cache = False  # nothing is generated, and a decoder would keep the keys and values of all layers
-    model = load_weights(AutoModel, str(source.pretrained), config, source.hub_id is None, arguments, kept)
+    model = load_weights(AutoModel, str(source.pretrained), config, arguments, kept)
     has_part = (getattr(model, part, None) is not None for part in ("encoder", "decoder"))
     if all(has_part):  # a T5 encoder, say, which AutoModel opens as a whole T5; an OPT has only a decoder
         raise RequestError(TWO_PARTS.format(source.pretrained))

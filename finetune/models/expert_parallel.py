@@ -7,23 +7,18 @@ from typing import Any
 
 import torch
 
-from finetune.errors import RequestError, first_line
+from finetune.errors import RequestError
 from finetune.models.expert_layers import joined_experts
 from finetune.models.experts import ALL_SPARSE, PROBE_TOKENS
-from finetune.models.probes import small_copy
+from finetune.models.probes import small_copy, tried
 from finetune.run.flags.expert_parallel import check_experts
 
 
 def check_expert_parallel(model: Any, size: int, section: dict[str, Any]) -> None:
     """Raises RequestError if `size` ranks would not compute what one rank computes; `section` are AutoEP's settings."""
-    said, name = f"--expert_parallel_size {size}", type(model).__name__
     check_experts(model.config.to_dict().get, size)
-    try:
-        reason = refusal(model, section)
-    except Exception as error:  # a shortened config, and AutoEP, can raise anything
-        reason = f"DeepSpeed's AutoEP cannot replace the experts of {name} ({first_line(error)})"
-    if reason:
-        raise RequestError(f"{said}: {reason}. Drop it; ZeRO-3 shards experts like any weight.")
+    if reason := tried(model, refusal, section):
+        raise RequestError(f"--expert_parallel_size {size}: {reason}. Drop it; ZeRO-3 shards experts like any weight.")
 
 
 def refusal(model: Any, section: dict[str, Any]) -> str | None:

@@ -18,7 +18,7 @@ from transformers import (
 from finetune.data.columns import Labels
 from finetune.data.image_decoding import CHANNELS
 from finetune.errors import RequestError, first_line
-from finetune.models.alexnet import AlexNetConfig, AlexNetForImageClassification, alexnet_pipeline, draw_weights
+from finetune.models.alexnet import AlexNetConfig, AlexNetForImageClassification
 from finetune.models.batch_norm import batch_norms, freeze_batch_norm, keep_statistics_in_fp32, synchronise_batch_norm
 from finetune.models.classifier import trained_labels
 from finetune.models.pipeline import PipelineModel
@@ -96,10 +96,10 @@ def build_image_classifier(
         model = _from_scratch(config, seed)
         _check_side(config, type(model), side)
     else:
-        name, is_local = str(arguments.model_name_or_path), source.hub_id is None
+        name = str(Path(str(arguments.model_name_or_path)).expanduser())
         # A head with another number of classes is replaced by a new one.
         auto = AutoModelForImageClassification
-        model = load_weights(auto, name, config, is_local, arguments, has_new_head=True)
+        model = load_weights(auto, name, config, arguments, has_new_head=True)
     if recomputes and not model.supports_gradient_checkpointing:
         raise RequestError(
             f"--activation_checkpoint_interval: transformers' {type(model).__name__} cannot recompute activations. "
@@ -119,16 +119,13 @@ def image_pipeline(arguments: ImageModelArguments, source: ImageSource, config: 
     """An AlexNet as a list of layers, from scratch or loaded from a folder. Raises RequestError for other models."""
     if not isinstance(config, AlexNetConfig):
         kind = getattr(config, "model_type", "model")
-        mend = "Use it without --pipeline_parallel_size" + (
-            ", or --model_type alexnet." if source.config is None else "."
-        )
-        raise RequestError(f"--pipeline_parallel_size: only an alexnet runs as a pipeline here, not a {kind}. {mend}")
+        raise RequestError(f"--pipeline_parallel_size: only an alexnet runs as a pipeline here, not a {kind}. Drop it.")
     _refuse_batch_norm_flags(arguments)
     if source.hub_id:
         raise RequestError(f"--model_name_or_path {source.hub_id}: a pipeline reads a folder. Download it first.")
     if source.config is None:
         _check_side(config, AlexNetForImageClassification, config.image_size)
-    return alexnet_pipeline(config, seed=seed if source.config is None else None)
+    return AlexNetForImageClassification.pipeline(config, seed=seed if source.config is None else None)
 
 
 def _refuse_batch_norm_flags(arguments: ImageModelArguments) -> None:
@@ -151,7 +148,7 @@ def _from_scratch(config: Any, seed: int) -> Any:
     # Not `from_config`: under ZeRO-3 it initializes weights in another order, so the run would start elsewhere.
     if isinstance(config, AlexNetConfig):
         model = AlexNetForImageClassification(config)
-        draw_weights(model, seed)
+        model.draw_weights(seed)
         return model
     group = isinstance(config, GroupNormResNetConfig)
     return (GroupNormResNetForImageClassification if group else ResNetForImageClassification)(config)

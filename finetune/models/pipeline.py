@@ -1,5 +1,5 @@
-"""The whole interface that a model implements to be trained as a pipeline by `finetune.training.pipeline`, and the
-classifiers that implement it."""
+"""The whole interface that a model implements to be trained as a pipeline by `finetune.training.pipeline`, and the base
+class of the classifiers that implement it."""
 
 from __future__ import annotations
 
@@ -102,25 +102,51 @@ def sequential_layers(layers: Sequence[LayerSpec | nn.Module]) -> list[PipelineL
     return [PipelineLayer(layer, str(index)) for index, layer in enumerate(layers)]
 
 
-def classifier_pipeline(
-    kind: type[PreTrainedModel],
-    config: Any,
-    layers: Sequence[PipelineLayer],
-    figures: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> PipelineModel:
-    """The `layers` of a model of class `kind` for `finetune.training.pipeline`."""
-    with torch.device("meta"):
-        total = kind(config).num_parameters()
-    return PipelineModel(
-        layers=layers,
-        split=partial(split_batch, str(kind.main_input_name)),
-        loss=summed_loss,
-        items=count_labels,
-        figures=figures,
-        multiplied_parameters=total,
-        config=config,
-        save=partial(save_config, kind, config),
-    )
+class LayeredClassifier(PreTrainedModel):
+    """A classifier whose layers run one after another, so that a pipeline can cut it anywhere. Each layer is made as
+    `kind(config, place, seed)`, where `place` is its place in `ordered`; without a seed, its weights are torch's.
+    `draw` initializes the weights of a module, and `figures` is the `PipelineModel`'s."""
+
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True  # it has no attention, but transformers requests the default all the same
+    draw: Callable[[nn.Module], None]
+    figures: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+    @property
+    def ordered(self) -> list[nn.Module]:
+        return list(self.layers)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        self.draw(module)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.ordered:
+            x = layer(x)
+        return x
+
+    def draw_weights(self, seed: int) -> None:
+        """Initialize all weights exactly as the stages of a pipeline do."""
+        for place, layer in enumerate(self.ordered):
+            draw_layer(layer, self.draw, seed, place)
+
+    @classmethod
+    def pipeline(cls, config: Any, seed: int | None) -> PipelineModel:
+        """The same for `finetune.training.pipeline`. With `seed` None, weights are not initialized: they will be
+        loaded."""
+        with torch.device("meta"):
+            whole = cls(config)
+        names = {module: name for name, module in whole.named_modules()}
+        specs = [(layer_spec(type(one), config, place, seed), names[one]) for place, one in enumerate(whole.ordered)]
+        return PipelineModel(
+            layers=[PipelineLayer(*one) for one in specs],
+            split=partial(split_batch, str(cls.main_input_name)),
+            loss=summed_loss,
+            items=count_labels,
+            figures=cls.figures,
+            multiplied_parameters=whole.num_parameters(),
+            config=config,
+            save=partial(save_config, cls, config),
+        )
 
 
 def split_batch(first: str, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

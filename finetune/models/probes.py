@@ -4,7 +4,7 @@ tokens elsewhere, does not fail: packed documents, a prompt that two answers sha
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -51,6 +51,14 @@ def small_copy(model: Any, vocab_size: int, changes: Mapping[str, Any] | None = 
         return type(model)(config).eval()
 
 
+def tried(model: Any, probe: Callable[..., str | None], *more: Any) -> str | None:
+    """What `probe` finds wrong with `model`; None for nothing. A model that cannot be tried is at fault as well."""
+    try:
+        return probe(model, *more)
+    except Exception as error:  # a shortened config or model can raise anything
+        return f"{type(model).__name__} could not be checked ({first_line(error)})"
+
+
 def check_document_mask(model: Any, rows: int) -> None:
     """Raises RequestError if restarted positions do not separate documents in this model; `rows` is the size of a
     micro-batch.
@@ -65,31 +73,22 @@ def check_document_mask(model: Any, rows: int) -> None:
             f"--document_mask: {attention} separates documents only with one row per micro-batch, not {rows}. Set "
             "--per_device_train_batch_size and --per_device_eval_batch_size to 1, or leave --attn_implementation out."
         )
-    if attention not in ("eager", "sdpa"):
-        return  # not available on CPU, where the small copy runs
-    try:
-        apart = documents_are_apart(model)
-    except Exception as error:  # a shortened config can raise anything
-        raise RequestError(
-            f"--document_mask: could not check whether {type(model).__name__} keeps the documents of a block apart "
-            f"({first_line(error)}). Drop it, or use --packing none."
-        ) from error
-    if not apart:
-        raise RequestError(
-            f"--document_mask: {type(model).__name__} still lets the documents of a block attend to each other. Drop "
-            "it, or use --packing none."
-        )
+    # The other kinds are not available on CPU, where the small copy runs.
+    if attention in ("eager", "sdpa") and (reason := tried(model, mixed_documents)):
+        raise RequestError(f"--document_mask: {reason}. Drop it, or use --packing none.")
 
 
-def documents_are_apart(model: Any) -> bool:
-    """True if a document has the same logits in a block as alone, in a small copy of `model`."""
+def mixed_documents(model: Any) -> str | None:
+    """In a small copy of `model`, a document must have the same logits in a block as alone."""
     twin = small_copy(model, 2 * DOCUMENT_TOKENS)
     ids = torch.arange(2 * DOCUMENT_TOKENS)[None]
     positions = torch.arange(DOCUMENT_TOKENS).repeat(2)[None]
     with torch.no_grad():
         packed = twin(input_ids=ids, position_ids=positions).logits[:, DOCUMENT_TOKENS:]
         alone = twin(input_ids=ids[:, DOCUMENT_TOKENS:], position_ids=positions[:, DOCUMENT_TOKENS:]).logits
-    return bool(torch.allclose(packed, alone, atol=1e-4))
+    if torch.allclose(packed, alone, atol=1e-4):
+        return None
+    return f"{type(model).__name__} still lets the documents of a block attend to each other"
 
 
 def shared_mask(segments: Tensor) -> Tensor:
@@ -101,8 +100,7 @@ def shared_mask(segments: Tensor) -> Tensor:
 
 def check_shared_prompt(model: Any, block_size: int) -> None:
     """Raises RequestError if sharing a prompt changes the logits of `model` for texts of up to `block_size` tokens."""
-    name, attention = type(model).__name__, str(model.config._attn_implementation)
-    if attention != "sdpa":
+    if (attention := str(model.config._attn_implementation)) != "sdpa":
         raise RequestError(
             f"--share_prompt: {attention} attention cannot take a mask that hides one answer from the other. Give "
             "--attn_implementation sdpa, or drop it."
@@ -110,20 +108,14 @@ def check_shared_prompt(model: Any, block_size: int) -> None:
     config = model.config.get_text_config()
     sees = {key: value for key in WINDOWS if isinstance(value := getattr(config, key, None), int)}
     short = {key: ANSWER_TOKENS for key, value in sees.items() if value < block_size}
-    try:
-        alike = answers_are_apart(model, short)
-    except Exception as error:  # a shortened config or model can raise anything
-        raise RequestError(
-            f"--share_prompt: could not check whether {name} can share a prompt ({first_line(error)}). Drop it."
-        ) from error
-    if not alike:
+    if reason := tried(model, mixed_answers, short):
         more = f", or give --block_size {min(sees.values())} at most" if short else ""
-        raise RequestError(f"--share_prompt: the logits of {name} change if two answers share a prompt. Drop it{more}.")
+        raise RequestError(f"--share_prompt: {reason}. Drop it{more}.")
 
 
-def answers_are_apart(model: Any, windows: dict[str, int]) -> bool:
-    """True if two answers after one shared prompt have the same logits as each in its own row, in a small copy of
-    `model` with these `windows`."""
+def mixed_answers(model: Any, windows: dict[str, int]) -> str | None:
+    """In a small copy of `model` with these `windows`, two answers after one shared prompt must have the same logits as
+    each in its own row."""
     twin = small_copy(model, PROMPT_TOKENS + 2 * ANSWER_TOKENS, windows)
     ids = torch.arange(PROMPT_TOKENS + 2 * ANSWER_TOKENS)
     prompt, *answers = ids.split([PROMPT_TOKENS, ANSWER_TOKENS, ANSWER_TOKENS])
@@ -134,7 +126,9 @@ def answers_are_apart(model: Any, windows: dict[str, int]) -> bool:
     with torch.no_grad():
         shared = twin(input_ids=ids[None], attention_mask=shared_mask(segments), position_ids=both).logits[0]
         alone = [twin(input_ids=torch.cat([prompt, answer])[None]).logits[0, PROMPT_TOKENS:] for answer in answers]
-    return bool(torch.allclose(shared[PROMPT_TOKENS:], torch.cat(alone), rtol=0, atol=TOLERANCE))
+    if torch.allclose(shared[PROMPT_TOKENS:], torch.cat(alone), rtol=0, atol=TOLERANCE):
+        return None
+    return f"the logits of {type(model).__name__} change if two answers share a prompt"
 
 
 def check_sequence_parallel(model: Any, size: int, block_size: int) -> None:
@@ -149,11 +143,7 @@ def check_sequence_parallel(model: Any, size: int, block_size: int) -> None:
             f"{said}: {name} uses {kind} attention; sequence parallelism supports {', '.join(ATTENTIONS)}. Change "
             "--attn_implementation, or drop it."
         )
-    try:
-        reason = refusal(model)
-    except Exception as error:  # a shortened config can raise anything
-        reason = f"could not check whether {name} mixes tokens outside attention ({first_line(error)})"
-    if reason:
+    if reason := tried(model, refusal):
         raise RequestError(f"{said}: {reason}. Drop it.")
 
 

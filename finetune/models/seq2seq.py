@@ -9,9 +9,18 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
 
 from finetune.data.columns import IGNORED
+from finetune.data.packing import mask_of, padded
 from finetune.data.tokenizer import has_languages, rows_of
 from finetune.errors import RequestError, first_line
-from finetune.models.source import IN_FP32, Kept, TextSource, find_text_source, load_weights, positions_of
+from finetune.models.source import (
+    IN_FP32,
+    Kept,
+    TextSource,
+    find_text_source,
+    load_weights,
+    positions_of,
+    refuse_more_tokens,
+)
 from finetune.run.decoders import refuse_one_sided
 from finetune.run.facts import NO_LIMIT, tokens_of
 from finetune.run.recipes.seq2seq import PairArguments, Seq2SeqModelArguments, t5_shape
@@ -71,13 +80,8 @@ def build_seq2seq(arguments: Seq2SeqModelArguments, source: Seq2SeqSource, token
         config.decoder_start_token_id = tokenizer.pad_token_id
         # Not `from_config`: under ZeRO-3 it initializes weights in another order, so the run would start elsewhere.
         return T5ForConditionalGeneration(config)
-    if (rows := rows_of(tokenizer)) > config.vocab_size:
-        raise RequestError(
-            f"the tokenizer has {rows:,} tokens, but the model embeds {config.vocab_size:,}. Use the model's own "
-            "tokenizer."
-        )
-    is_local = source.hub_id is None
-    model = load_weights(AutoModelForSeq2SeqLM, source.pretrained, config, is_local, arguments, kept)
+    refuse_more_tokens(tokenizer, config.vocab_size)
+    model = load_weights(AutoModelForSeq2SeqLM, source.pretrained, config, arguments, kept)
     if has_languages(tokenizer):
         _write_language(model, tokenizer)
     try:
@@ -110,8 +114,8 @@ class PairCollator:
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """Tensors (B, S) and (B, T). Our losses remove `labels` from the model's inputs, so the model could not derive
         `decoder_input_ids` itself."""
-        ids, mask = read_as([row["input_ids"] for row in rows], self.tokenizer.pad_token_id)
-        labels = padded([row["labels"] for row in rows], IGNORED)
+        sources, labels = [row["input_ids"] for row in rows], padded((row["labels"] for row in rows), IGNORED)
+        ids, mask = padded(sources, self.tokenizer.pad_token_id), mask_of(sources)
         read = shifted(self.model, labels)
         return {"input_ids": ids, "attention_mask": mask, "labels": labels, "decoder_input_ids": read}
 
@@ -125,14 +129,3 @@ def shifted(model: Any, labels: torch.Tensor) -> torch.Tensor:
     start = labels.new_full((len(labels), 1), model.config.decoder_start_token_id)
     read = torch.cat([start, labels[:, :-1]], dim=1)
     return read.masked_fill(read == IGNORED, model.config.pad_token_id)
-
-
-def read_as(sources: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The encoder's input: ids and mask, (B, S) each."""
-    return padded(sources, pad), padded([[1] * len(one) for one in sources], 0)
-
-
-def padded(rows: list[list[int]], value: int) -> torch.Tensor:
-    """(B, longest), padded on the right."""
-    longest = max(map(len, rows))
-    return torch.tensor([row + [value] * (longest - len(row)) for row in rows])

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, PretrainedConfig
 
 from finetune.data.hub import hub_is_reachable
+from finetune.data.tokenizer import rows_of
 from finetune.errors import RequestError, first_line, listed, plain
 from finetune.run import facts
 from finetune.run.decoders import recipe_for
@@ -92,6 +93,15 @@ def with_labels(config: Any, adapter: Path | None) -> Any:
     for name in known.keys() & set(SETTLED):
         setattr(config, name, known[name])
     return config
+
+
+def refuse_more_tokens(tokenizer: Any, embedded: int, mend: str = "") -> None:
+    """Raises RequestError if `tokenizer` needs more rows than are `embedded`; `mend` is another way out."""
+    if (rows := rows_of(tokenizer)) > embedded:
+        raise RequestError(
+            f"the tokenizer has {rows:,} tokens, but the model embeds {embedded:,}. Use the model's own tokenizer"
+            f"{mend}."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +206,6 @@ def load_weights(
     auto: Any,
     name: str,
     config: Any,
-    is_local: bool,
     arguments: Any,
     kept: Kept = IN_FP32,
     flag: str = "model_name_or_path",
@@ -214,7 +223,7 @@ def load_weights(
             revision=arguments.model_revision,
             trust_remote_code=arguments.trust_remote_code,
             use_safetensors=True,
-            local_files_only=not is_local and not hub_is_reachable(),
+            local_files_only=not Path(name).is_dir() and not hub_is_reachable(),
             output_loading_info=True,
             ignore_mismatched_sizes=has_new_head,
             **kept.chosen(),

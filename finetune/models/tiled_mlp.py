@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.errors import RequestError, first_line
-from finetune.models.probes import small_copy
+from finetune.errors import RequestError
+from finetune.models.probes import small_copy, tried
 
 PROBE_TOKENS = 6
 NAME = "mlp"  # of a block's MLP in Llama, Qwen, Gemma, Mistral, Phi, GPT-2 and their descendants
@@ -22,13 +22,7 @@ NAME = "mlp"  # of a block's MLP in Llama, Qwen, Gemma, Mistral, Phi, GPT-2 and 
 
 def choose_tiled_mlp(asked: int, model: Any) -> None:
     """Raises RequestError if the MLPs of `model` cannot be computed in `asked` parts; 0 asks for nothing."""
-    if not asked:
-        return
-    try:
-        reason = refusal(model)
-    except Exception as error:  # a shortened config can raise anything
-        reason = f"{type(model).__name__} could not be checked ({first_line(error)})"
-    if reason:
+    if asked and (reason := tried(model, refusal)):
         raise RequestError(f"--tiled_mlp_num_shards {asked}: {reason}. Drop it.")
 
 

@@ -9,19 +9,7 @@ from finetune.report.charts import Bar, bars
 from finetune.report.curves import HEIGHT, WIDTH
 from finetune.report.plan_pictures import by_kind, kind_legend
 from finetune.report.run_pictures import shown_ranks
-from finetune.report.shapes import (
-    ACCENT,
-    MUTED,
-    Dot,
-    Line,
-    Picture,
-    Scale,
-    Word,
-    colour_of,
-    folded,
-    ticks_below,
-    ticks_left,
-)
+from finetune.report.shapes import ACCENT, MUTED, Picture, Scale, colour_of
 from finetune.report.text import number, shortened, unit_for
 
 MOST_RANKS = 4  # shown per cell, each with its bar
@@ -108,13 +96,11 @@ def planned_against_measured(bench: Bench, what: str, title: str) -> Picture | N
     ends = [value for _, planned, measured in found for value in (planned, measured)]
     low, high = min(ends) / 1.5, max(ends) * 1.5
     across, up = Scale(low, high, 52, WIDTH - 12, is_log=True), Scale(low, high, y + HEIGHT * 1.3, y, is_log=True)
-    ticks_left(picture, up, across, f"measured, {words}")
-    ticks_below(picture, across, up.end, up.start, f"planned, {words}")
-    picture.add(Line(((across(low), up(low)), (across(high), up(high))), MUTED, 1.2, dashed=True))
+    picture.ticks_left(up, across, f"measured, {words}")
+    picture.ticks_below(across, up.end, up.start, f"planned, {words}")
+    picture.line(((across(low), up(low)), (across(high), up(high))), MUTED, 1.2, dashed=True)
     for cell, planned, measured in found:
         says = f"{cell.name}: planned {number(planned)}, measured {number(measured)}, {planned / measured:.2f}x"
-        picture.add(Dot(across(planned), up(measured), colour_of(models.index(cell.model)), says, 4.5))
-    lines = folded(alt, WIDTH)
-    picture.add(*(Word(0, up.start + 48 + 15 * index, line, colour=MUTED) for index, line in enumerate(lines)))
-    picture.height = up.start + 40 + 15 * len(lines)
+        picture.dot(across(planned), up(measured), colour_of(models.index(cell.model)), says, 4.5)
+    picture.height = picture.paragraph(alt, up.start + 48, MUTED) - 8
     return picture

@@ -6,23 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from finetune.report.shapes import (
-    ACCENT,
-    GRID,
-    INK,
-    LIMIT,
-    MUTED,
-    NORMAL,
-    SMALL,
-    Box,
-    Line,
-    Picture,
-    Scale,
-    Shape,
-    Word,
-    letters,
-    ticks_below,
-)
+from finetune.report.shapes import ACCENT, GRID, INK, LIMIT, MUTED, NORMAL, SMALL, Picture, Scale, Word, letters
 from finetune.report.text import as_counts, as_list, shortened
 
 OFF_SCALE = 5.0  # times the longest bar; drawing a limit beyond that would make the bars too small to read
@@ -61,42 +45,45 @@ def bars(picture: Picture, rows: Sequence[Bar], words: str, legend: Legend = (),
     at = scale(limit[0]) if limit and not off_scale else picture.width
     if limit:
         told = limit[1] + (f": off the scale, {limit[0] / most:,.0f}x" if off_scale and most else "")
-        picture.add(Word(at, y + 10, told, "end" if at > picture.width / 2 else "start", LIMIT, bold=True))
+        picture.word(at, y + 10, told, "end" if at > picture.width / 2 else "start", LIMIT, bold=True)
         y += 16
-    shapes, top = list[Shape](), y
+    top = y
     for group, some in groupby(rows, key=lambda row: row.group):
         if group:
             kept = shortened(group, int(picture.width / BOLD / letters("x", NORMAL)))
-            shapes.append(Word(0, y + 13, kept, size=NORMAL, bold=True))
+            picture.word(0, y + 13, kept, size=NORMAL, bold=True)
             y += 19
         for row in some:
             name = shortened(row.name, int(picture.width / letters("x", SMALL)) - 1)
-            shapes.append(Word(4, y + 12, name) if above else Word(labels - 6, y + 13, name, "end", MUTED))
-            y += 17 * above
-            shapes += _bar(scale, y, row)
+            if above:
+                picture.word(4, y + 12, name)
+                y += 17
+            else:
+                picture.word(labels - 6, y + 13, name, "end", MUTED)
+            _bar(picture, scale, y, row)
             y += 23
         y += 4 * bool(group)
-    ticks_below(picture, scale, top, y, words)
-    picture.add(*shapes)
+    picture.ticks_below(scale, top, y, words)
     if limit and not off_scale:
-        picture.add(Line(((at, top), (at, y)), LIMIT, 2, dashed=True))
+        picture.line(((at, top), (at, y)), LIMIT, 2, dashed=True)
     picture.height = y + 34
     return picture
 
 
-def _bar(scale: Scale, y: float, row: Bar) -> list[Shape]:
-    shapes, below = list[Shape](), 0.0
+def _bar(picture: Picture, scale: Scale, y: float, row: Bar) -> None:
+    below = 0.0
     for length, colour, says in row.parts:
         x, end = scale(below), scale(below + length)
         gap = 1.0 if end - x > 3 and len(row.parts) > 1 else 0.0  # background between two colors
-        shapes.append(Box(x, y, max(end - x - gap, 0.4), 17, colour, says))
+        picture.box(x, y, max(end - x - gap, 0.4), 17, colour, says)
         below += length
     if len(row.ends) > 1:
         low, high, middle = scale(min(row.ends)), scale(max(row.ends)), y + 8.5
-        shapes.append(Line(((low, middle), (high, middle)), INK, 1.2))
-        shapes += [Line(((x, middle - 4), (x, middle + 4)), INK, 1.2) for x in (low, high)]
+        picture.line(((low, middle), (high, middle)), INK, 1.2)
+        for x in (low, high):
+            picture.line(((x, middle - 4), (x, middle + 4)), INK, 1.2)
     beyond = scale(max((row.length, *row.ends))) + 5
-    return [*shapes, Word(beyond, y + 13, row.says, colour=INK if row.parts else LIMIT, bold=True)]
+    picture.word(beyond, y + 13, row.says, colour=INK if row.parts else LIMIT, bold=True)
 
 
 class Piece(NamedTuple):
@@ -113,17 +100,17 @@ def timeline(picture: Picture, rows: Mapping[str, Sequence[Piece]], until: float
              legend: Legend) -> Picture:  # fmt: skip
     """Fill `picture` with a lane per row, showing what runs when, up to `until`."""
     y = top = picture.legend(legend, 0) + 6
-    across, shapes = Scale(0, until or 1.0, 52, picture.width - 6), list[Shape]()
+    across = Scale(0, until or 1.0, 52, picture.width - 6)
     for name, pieces in rows.items():
-        shapes += [Word(0, y + 15, shortened(name, 8)), Box(across.start, y, across.end - across.start, 21, GRID)]
+        picture.word(0, y + 15, shortened(name, 8))
+        picture.box(across.start, y, across.end - across.start, 21, GRID)
         for start, end, colour, says, text in pieces:
             x, size = across(start), across(min(end, until)) - across(start)
-            shapes.append(Box(x, y, max(size - (0.6 if size > 3 else 0.0), 0.4), 21, colour, says))
+            picture.box(x, y, max(size - (0.6 if size > 3 else 0.0), 0.4), 21, colour, says)
             if text and size > letters(text, SMALL) + 3:
-                shapes.append(Word(x + size / 2, y + 15, text, "middle", "#ffffff"))
+                picture.word(x + size / 2, y + 15, text, "middle", "#ffffff")
         y += 26
-    ticks_below(picture, across, top, y, words)
-    picture.add(*shapes)
+    picture.ticks_below(across, top, y, words)
     picture.height = y + 34
     return picture
 
@@ -142,7 +129,7 @@ def confusion_picture(found: dict[str, Any], width: float, most: int = MOST_CLAS
     gap, side, every = 1.0 if cell > 6 else 0.0, cell * len(names), 1 if cell >= 14 else max(5, round(30 / cell))
     picture = Picture("True labels against predicted ones", alt, width, top + side + 6)
     words = [Word(left, 12, "predicted, numbered like the rows", colour=MUTED)]
-    picture.add(Box(left, top, side, side, GRID, opacity=0.5))
+    picture.box(left, top, side, side, GRID, opacity=0.5)
     for row, name in enumerate(numbered):
         y, total = top + cell * row, sum(counts[row]) or 1
         if cell >= 9 or row % every == every - 1:
@@ -155,9 +142,9 @@ def confusion_picture(found: dict[str, Any], width: float, most: int = MOST_CLAS
             if count:
                 x, share = left + cell * column, count / total
                 says = f"{names[row]} predicted as {names[column]}: {count:,}, {share:.0%}"
-                picture.add(Box(x, y, cell - gap, cell - gap, ACCENT, says, 0.15 + 0.55 * share))
+                picture.box(x, y, cell - gap, cell - gap, ACCENT, says, 0.15 + 0.55 * share)
                 size = min(SMALL, cell * 0.8 / letters("x" * max(len(str(count)), 2), 1.0))
                 if size >= 6:
                     words.append(Word(x + cell / 2 - 0.5, y + cell / 2 + size * 0.35, str(count), "middle", INK, size))
-    picture.add(*words)
+    picture.shapes += words
     return picture

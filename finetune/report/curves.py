@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from finetune.report.shapes import SMALL, Dot, Line, Picture, Point, Scale, letters, shortly, ticks_below, ticks_left
+from finetune.report.shapes import SMALL, Picture, Point, Scale, letters, shortly
 from finetune.report.text import number, shortened
 
 STEP, TOKENS, SAMPLES, SECONDS = "step", "tokens", "samples", "time"
@@ -51,8 +51,8 @@ def draw(panel: Panel, axis: str, width: float = WIDTH, *, with_key: bool = Fals
         y = picture.legend([(shortened(curve.name), curve.colour) for curve in panel.curves], 0) + 2
     y += 12
     across, up = _scales(panel, axis, y, width)
-    ticks_left(picture, up, across, "")
-    ticks_below(picture, across, up.start, up.start, WORDS[axis])
+    picture.ticks_left(up, across, "")
+    picture.ticks_below(across, up.start, up.start, WORDS[axis])
     each = max(FEWEST_POINTS, POINTS // len(panel.curves))
     dotted = sum(len(curve.points[axis]) for curve in panel.curves) <= DOTTED
     for place, curve in enumerate(panel.curves):
@@ -93,17 +93,17 @@ def _add(picture: Picture, curve: Curve, points: Sequence[Point], across: Scale,
     is_dense = len(points) > each
     if is_dense:
         lowest, highest = envelope(points, max(each // 2, 24))
-        picture.add(Line((*placed(lowest), *reversed(placed(highest))), curve.colour, opacity=0.25, filled=True))
+        picture.line((*placed(lowest), *reversed(placed(highest))), curve.colour, opacity=0.25, filled=True)
     if len(points) > 1:
         shown = smoothed(points, max(each // 4, 12)) if is_dense else points
-        picture.add(Line(placed(shown), curve.colour, (2 if is_dense else 1.8) + extra, curve.dashed))
+        picture.line(placed(shown), curve.colour, (2 if is_dense else 1.8) + extra, curve.dashed)
 
 
 def _dots(picture: Picture, curve: Curve, points: Sequence[Point], across: Scale, up: Scale) -> None:
     """Draw dots that show their values on hover."""
     radius = 3.0 if curve.dashed or len(points) == 1 else 2.0
     for x, y in points:
-        picture.add(Dot(across(x), up(y), curve.colour, f"{curve.name}: {number(y)} at {number(x)}", radius))
+        picture.dot(across(x), up(y), curve.colour, f"{curve.name}: {number(y)} at {number(x)}", radius)
 
 
 def _said(curve: Curve, axis: str) -> str:

@@ -11,7 +11,7 @@ from finetune.plan.schedule import BACKWARD, FORWARD, IDLE, RECEIVE, SEND, Event
 from finetune.report.charts import Bar, bars
 from finetune.report.page import Block, drawn
 from finetune.report.plan_pictures import lanes
-from finetune.report.shapes import ACCENT, LIMIT, MUTED, SMALL, Box, Picture, Word, colour_of, letters
+from finetune.report.shapes import ACCENT, LIMIT, MUTED, SMALL, Picture, colour_of, letters
 from finetune.report.table import Table
 from finetune.report.text import (
     GIB,
@@ -165,15 +165,15 @@ def load_picture(found: dict[str, Any], width: float) -> Picture | None:
     picture = Picture(
         "Tokens of each expert, relative to the mean of its layer", alt, width, top + high * len(rows) + 4
     )
-    picture.add(Word(left, 12, f"experts 1 to {experts}; 1.0 is an equal share, red is none", colour=MUTED))
+    picture.word(left, 12, f"experts 1 to {experts}; 1.0 is an equal share, red is none", colour=MUTED)
     for row, (name, shares) in enumerate(zip(names, loads, strict=True)):
         y = top + high * row
-        picture.add(Word(left - 6, y + high / 2 + 4, name, "end", MUTED))
+        picture.word(left - 6, y + high / 2 + 4, name, "end", MUTED)
         for column, share in enumerate(shares):
             says = f"{name}, expert {column + 1}: {rows[row][column]:,} tokens, {share:.2f} of the mean"
             opacity = 0.10 + 0.60 * min(share / FULL, 1.0) if share else 0.8
             x, gap = left + wide * column, 1.0 if wide > 4 else 0.0
-            picture.add(Box(x, y, wide - gap, high - 1, ACCENT if share else LIMIT, says, opacity))
+            picture.box(x, y, wide - gap, high - 1, ACCENT if share else LIMIT, says, opacity)
             if wide >= CELL and high >= CELL:
-                picture.add(Word(x + wide / 2, y + high / 2 + 4, f"{share:.1f}", "middle"))
+                picture.word(x + wide / 2, y + high / 2 + 4, f"{share:.1f}", "middle")
     return picture

@@ -96,8 +96,27 @@ class Picture:
     height: float = 0.0
     shapes: list[Shape] = field(default_factory=list)
 
-    def add(self, *shapes: Shape) -> None:
-        self.shapes += shapes
+    def box(self, x: float, y: float, width: float, height: float, colour: str, title: str = "",
+            opacity: float = 1.0) -> None:  # fmt: skip
+        self.shapes.append(Box(x, y, width, height, colour, title, opacity))
+
+    def line(self, points: Iterable[Point], colour: str = INK, width: float = 1.5, dashed: bool = False,
+             opacity: float = 1.0, filled: bool = False) -> None:  # fmt: skip
+        self.shapes.append(Line(tuple(points), colour, width, dashed, opacity, filled))
+
+    def dot(self, x: float, y: float, colour: str, title: str, radius: float = 4.0, hollow: bool = False) -> None:
+        self.shapes.append(Dot(x, y, colour, title, radius, hollow))
+
+    def word(self, x: float, y: float, text: str, anchor: str = "start", colour: str = INK, size: float = SMALL,
+             bold: bool = False) -> None:  # fmt: skip
+        self.shapes.append(Word(x, y, text, anchor, colour, size, bold))
+
+    def paragraph(self, text: str, y: float, colour: str = INK, bold: bool = False) -> float:
+        """Add a text in as many lines as needed, the first at `y`; returns the y of the line after the last."""
+        for line in folded(text, self.width * (0.9 if bold else 1)):  # bold letters are wider
+            self.word(0, y, line, colour=colour, bold=bold)
+            y += 16
+        return y
 
     def legend(self, entries: Iterable[tuple[str, str]], y: float) -> float:
         """Add squares and their names, in as many rows as needed; returns the y below them."""
@@ -106,9 +125,27 @@ class Picture:
             size = 18 + letters(text, SMALL) + 14
             if x and x + size > self.width:
                 x, y = 0.0, y + 18
-            self.add(Box(x, y, 12, 12, colour), Word(x + 17, y + 10, text))
+            self.box(x, y, 12, 12, colour)
+            self.word(x + 17, y + 10, text)
             x += size
         return y + 18
+
+    def ticks_below(self, scale: Scale, top: float, bottom: float, words: str) -> None:
+        for value in scale.ticks(max(3, int((scale.end - scale.start) / 90))):
+            x = scale(value)
+            text = f"{value:,.5g}"
+            beyond = x + letters(text, SMALL) / 2 > self.width
+            self.word(self.width if beyond else x, bottom + 14, text, "end" if beyond else "middle", MUTED)
+            self.shapes.insert(0, Line(((x, top), (x, bottom)), GRID, 1))  # below what is drawn already
+        start = max(0.0, min(scale.start, self.width - letters(words, SMALL)))  # farther left if it would be cut off
+        self.word(start, bottom + 29, words, colour=MUTED)
+
+    def ticks_left(self, scale: Scale, across: Scale, words: str) -> None:
+        for value in scale.ticks(4):
+            y = scale(value)
+            self.line(((across.start, y), (across.end, y)), GRID, 1)
+            self.word(across.start - 5, y + 4, shortly(value), "end", MUTED)
+        self.word(across.end, scale.end - 4, words, "end", MUTED)
 
 
 def letters(text: str, size: float) -> float:
@@ -152,25 +189,6 @@ class Scale:
         step = next(times * power for times in (1, 2, 5, 10) if times * power >= raw * 0.999)
         first = math.ceil(self.low / step - 1e-9)
         return [step * index for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
-
-
-def ticks_below(picture: Picture, scale: Scale, top: float, bottom: float, words: str) -> None:
-    for value in scale.ticks(max(3, int((scale.end - scale.start) / 90))):
-        x = scale(value)
-        text = f"{value:,.5g}"
-        beyond = x + letters(text, SMALL) / 2 > picture.width
-        word = Word(picture.width if beyond else x, bottom + 14, text, "end" if beyond else "middle", MUTED)
-        picture.add(Line(((x, top), (x, bottom)), GRID, 1), word)
-    start = max(0.0, min(scale.start, picture.width - letters(words, SMALL)))  # farther left if it would be cut off
-    picture.add(Word(start, bottom + 29, words, colour=MUTED))
-
-
-def ticks_left(picture: Picture, scale: Scale, across: Scale, words: str) -> None:
-    for value in scale.ticks(4):
-        y = scale(value)
-        picture.add(Line(((across.start, y), (across.end, y)), GRID, 1))
-        picture.add(Word(across.start - 5, y + 4, shortly(value), "end", MUTED))
-    picture.add(Word(across.end, scale.end - 4, words, "end", MUTED))
 
 
 def shortly(value: float) -> str:

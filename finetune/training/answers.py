@@ -103,9 +103,8 @@ def _built(session: Session, source: Source, data: QuestionData, kept: Kept = IN
     if kept.in_4bit:
         with torch.device("meta"):
             kept = replace(kept, whole=tuple(heads_of(kind.from_config(config))))
-    is_local = source.hub_id is None
     makes_head = session.training.do_train or source.adapter is not None  # an adapter brings its own head
-    return load_weights(kind, str(source.pretrained), config, is_local, arguments, kept, has_new_head=makes_head)
+    return load_weights(kind, str(source.pretrained), config, arguments, kept, has_new_head=makes_head)
 
 
 @dataclass(frozen=True)

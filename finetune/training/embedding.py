@@ -144,7 +144,7 @@ class EmbeddingTrainer(FinetuneTrainer):
     def write_beside(self, folder: Path) -> None:
         """Write the files that sentence-transformers needs."""
         size, source = self.model.config.hidden_size, self.source
-        longest, usual = source.model.max_seq_length, source.default_prompt
+        longest, usual = source.max_seq_length, source.default_prompt
         write_sentence_model(folder, source.pooling, size, longest, source.prompts, usual)
 
     def mine(self) -> None:
@@ -197,7 +197,7 @@ def embedding_source(session: Session) -> EncoderSource:
     source = find_encoder_source(
         session[ModelArguments], session[EmbeddingArguments].pooling, asked.max_seq_length, prompts
     )
-    session.say(*check_adapter(run, source.model.adapter))
+    session.say(*check_adapter(run, source.adapter))
     return source
 
 
@@ -209,15 +209,15 @@ def contrast_of(session: Session, kind: str) -> Contrast:
 
 def embedding_model(session: Session, source: EncoderSource, data: EmbeddingData) -> Any:
     """The model with its adapter. Raises RequestError for --matryoshka_dims larger than its vectors."""
-    kept = kept_as(session.run, source.model.adapter, session.training.bf16)
-    model = build_encoder(session[ModelArguments], source.model, data.tokenizer, kept)
+    kept = kept_as(session.run, source.adapter, session.training.bf16)
+    model = build_encoder(session[ModelArguments], source, data.tokenizer, kept)
     size, dims = model.config.hidden_size, session[EmbeddingArguments].matryoshka_dims or ()
     if wrong := [dim for dim in dims if dim > size]:
         raise RequestError(
             f"--matryoshka_dims {wrong[0]}: the model's vectors have {size} numbers. Give {size} or less."
         )
     model.accepts_loss_kwargs = False  # the trainer's loss does its own division
-    return with_adapter(model, session[AdapterArguments], source.model.adapter, session.run.task.adapter)
+    return with_adapter(model, session[AdapterArguments], source.adapter, session.run.task.adapter)
 
 
 def write_embedding_report(session: Session, data: EmbeddingData, source: EncoderSource) -> list[str]:
@@ -235,7 +235,7 @@ def write_embedding_report(session: Session, data: EmbeddingData, source: Encode
         library="sentence-transformers",
     )
     write_card(session, source, account, card)
-    said = merged(session, source, data, lambda: build_encoder(session[ModelArguments], source.model, data.tokenizer))
+    said = merged(session, source, data, lambda: build_encoder(session[ModelArguments], source, data.tokenizer))
     if said:
         copy_sentence_model(session.folder, session.folder / MERGED_FOLDER)
     return said

@@ -149,9 +149,9 @@ def _reward_model(session: Session, source: CausalSource, tokenizer: Any, kept: 
         model = GPTLiteForSequenceClassification(config)
         draw_weights(model, session.training.seed)
         return model
-    kind, is_local = AutoModelForSequenceClassification, source.hub_id is None
+    kind = AutoModelForSequenceClassification
     makes_head = session.training.do_train or source.adapter is not None  # an adapter brings its own head
-    return load_weights(kind, source.pretrained, config, is_local, arguments, kept, has_new_head=makes_head)
+    return load_weights(kind, source.pretrained, config, arguments, kept, has_new_head=makes_head)
 
 
 def answers_of(session: Session, config: Any, data: PreferenceData) -> Answers:

@@ -6,7 +6,6 @@ import inspect
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from finetune.data.tokenizer import rows_of
 from finetune.errors import RequestError
 from finetune.models.chunked_loss import loss_head, refusal
 from finetune.models.classifier import trained_labels
-from finetune.models.probes import check_document_mask
+from finetune.models.probes import check_document_mask, tried
 from finetune.models.source import Kept, from_pretrained, load_weights, positions_of, refuse_without_weights
 from finetune.run.facts import base_dtype
 from finetune.run.flags.distillation import CachedTeacherArguments, DistillArguments
@@ -82,7 +81,7 @@ def language_teacher(session: Session, source: Any, data: Any, student: Any) -> 
         model = _opened(session, AutoModelForCausalLM, config, arguments, **chosen)
         if session[BlockArguments].document_mask and session.launch.speaks:
             check_document_mask(model, max(training.train_batch_size, training.eval_batch_size))
-        if head is not None and (reason := refusal(model)):
+        if head is not None and (reason := tried(model, refusal)):
             raise RequestError(f"--teacher {name}: {reason}. Add --loss_chunk_tokens 0, which compares whole logits.")
         hidden = _with_hidden_head(model) if head is not None else None
         teacher = _teacher(session, model)
@@ -179,9 +178,7 @@ def _opened(session: Session, auto: Any, config: Any, arguments: Any, **chosen: 
     kept = Kept(base_dtype(session.run, training.bf16, has_adapter=True))
     arguments = replace(arguments, model_revision="main")
     with kept_random_states():
-        model = load_weights(
-            auto, name, config, Path(name).expanduser().is_dir(), arguments, kept, flag="teacher", **chosen
-        )
+        model = load_weights(auto, name, config, arguments, kept, flag="teacher", **chosen)
     return model.requires_grad_(False).eval()
 
 

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 
 from finetune.data.columns import WIDTHS
-from finetune.data.embedding import IDS, KEYS, collate, encoder
+from finetune.data.embedding import IDS, KEYS, collate, encode
 from finetune.data.embedding_rows import CLASSES, JUDGED, PAIRS, SCORED, clean_rows, find_rows, said_rows
 from finetune.data.tokenizer import train_wordpiece
 from finetune.errors import RequestError
@@ -138,8 +138,8 @@ def test_the_first_line_says_what_is_read() -> None:
 def test_prompts_stand_before_texts_that_are_cut_and_counted_and_are_no_part_of_their_keys() -> None:
     tokenizer = train_wordpiece(["query passage : one two three four"] * 9, 400, 512)
     arguments = EmbeddingDataArguments(query_prompt="query : ", document_prompt="passage : ")
-    encode = encoder(arguments, tokenizer, None, 6)  # type: ignore[arg-type]
-    made = encode({"text_0": ["one", "two"], "text_1": ["one two three four", "one"]})
+    rows = {"text_0": ["one", "two"], "text_1": ["one two three four", "one"]}
+    made = encode(arguments, tokenizer, None, 6, rows)  # type: ignore[arg-type]
     words = [[tokenizer.decode(ids, skip_special_tokens=True) for ids in row] for row in made[IDS]]
     assert words[0] == ["query : one", "passage : one two"]
     assert made["truncated"] == [True, False]

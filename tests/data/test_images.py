@@ -158,7 +158,7 @@ def test_a_folder_that_a_dot_hides_and_a_class_of_one_picture_are_said(folder: P
     data = prepare(train_dir=str(folder))
     assert data.labels.names == ("blue", "red", "white")
     said = data.describe()
-    assert "hidden folders left out: .green, classes with a single picture, for training only: white" in said
+    assert "hidden folders left out: .green; classes with a single picture, for training only: white" in said
     assert "trained on" not in prepare(train_dir=str(folder), validation_dir=str(folder)).describe()
 
 
@@ -491,6 +491,16 @@ def test_a_crop_moves_over_black_and_a_flip_mirrors() -> None:
     assert seen_black
 
 
+def test_pictures_keep_their_labels_where_some_are_held_out_and_of_the_rest_a_sample_is_taken(folder: Path) -> None:
+    data = prepare({"max_train_samples": 15, "max_eval_samples": 4, "validation_fraction": 0.3}, train_dir=str(folder))
+    for split, rows in (("train", 15), ("validation", 4)):
+        pixels, labels = data.splits[split].pixels, data.splits[split].labels
+        assert labels is not None
+        red, _, blue = pixels.reshape(rows, 3, -1).mean(axis=2).T
+        assert np.array_equal(red > blue + 50, labels == data.labels.names.index("red"))
+        assert len(set(labels.tolist())) == 2
+
+
 def test_a_processor_that_fails_is_named_with_the_picture(tmp_path: Path) -> None:
     """A ConvNeXt's wants a shortest edge, and says so by an AttributeError (transformers 5.23)."""
     from transformers.models.convnext.image_processing_pil_convnext import ConvNextImageProcessorPil
@@ -499,4 +509,4 @@ def test_a_processor_that_fails_is_named_with_the_picture(tmp_path: Path) -> Non
     source = RawSplit([str(tmp_path / "one.png")], ["one.png"], None)
     resizer = Resizer(ConvNextImageProcessorPil(size={"height": 8, "width": 8}), 1)
     with pytest.raises(RequestError, match=r"one\.png: the model's image processor fails .*preprocessor_config\.json"):
-        resizer.write(source, np.array([0]), tmp_path / "pixels")
+        resizer.write(source, tmp_path / "pixels")

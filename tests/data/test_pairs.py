@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 from datasets import Dataset
 
 from finetune.data.find_columns import find_pair
-from finetune.data.seq2seq import clean_pairs, function_rows, pair_encoder, train_tokenizer
+from finetune.data.seq2seq import clean_pairs, encode_pairs, function_rows, train_tokenizer
 from finetune.errors import RequestError
 from finetune.run.flags.text import PreparationArguments
 from finetune.run.recipes.seq2seq import PairArguments
@@ -91,7 +92,7 @@ def test_languages_that_neither_columns_nor_tokenizer_know_are_refused(flags: di
 def test_sides_are_cut_apart_with_their_end_and_counted() -> None:
     tokenizer = train_tokenizer(iter(["abcdef"]), 259, 64)
     arguments = PairArguments(max_target_length=4, source_prefix="x")
-    encode = pair_encoder(arguments, tokenizer, cleaned({"source": ["a"] * 3, "target": ["b"] * 3}).columns, 6)
+    encode = partial(encode_pairs, arguments, tokenizer, cleaned({"source": ["a"] * 3, "target": ["b"] * 3}).columns, 6)
     made = encode({"source": ["abcd", "abcde"], "target": ["abc", "abcd"]})
     assert made["source_cut"] == [False, True]
     assert made["target_cut"] == [False, True]

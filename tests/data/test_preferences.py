@@ -15,7 +15,7 @@ from finetune.data.preference_rows import (
     docstring_pairs,
     encoded,
     fitted,
-    held_out,
+    settled,
     sides_of,
     single,
     with_others,
@@ -180,7 +180,7 @@ def test_a_batch_predicts_the_next_token_of_answers_and_pads_on_the_right() -> N
 
 def test_a_prompt_is_on_one_side_of_the_split_alone() -> None:
     rows = [sides_of(PAIRS, {"prompt": f"p{i % 10}", "chosen": f"a{i}", "rejected": "b"}) for i in range(40)]
-    parts = held_out(rows, 0.2, 0)
+    parts, _ = settled({"train": rows}, PreparationArguments(validation_fraction=0.2), 0)
     prompts = [{row.prompt for row in part} for part in parts.values()]
     assert not prompts[0] & prompts[1]
     assert len(parts["validation"]) == 8

@@ -19,9 +19,9 @@ from finetune.data.question_answering import (
     TEXTS,
     clean_questions,
     collate,
+    encode_windows,
     function_questions,
     load_questions,
-    window_encoder,
 )
 from finetune.data.tokenizer import train_wordpiece
 from finetune.errors import RequestError
@@ -48,7 +48,7 @@ def cleaned(rows: list[dict[str, Any]], skip: bool = False, split: str = "valida
 
 def windows(rows: list[dict[str, Any]], stride: int = 16, length: int = 64) -> dict[str, list[Any]]:
     found = cleaned(rows)
-    return window_encoder(stride, TOKENIZER, found.columns, length)(found.splits["validation"].to_dict())
+    return encode_windows(stride, TOKENIZER, found.columns, length, found.splits["validation"].to_dict())
 
 
 @pytest.mark.parametrize("indent", [None, 1], ids=["a line", "many lines"])

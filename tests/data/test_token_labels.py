@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from finetune.data.columns import IGNORED, TOKENS, Columns, Labels
 from finetune.data.python_names import name_rows
 from finetune.data.tables import CleanTables
-from finetune.data.token_labels import clean_sentences, load_sentences, word_encoder
+from finetune.data.token_labels import clean_sentences, encode_words, load_sentences
 from finetune.data.tokenizer import train_wordpiece
 from finetune.errors import RequestError
 from finetune.run.flags.text import PreparationArguments, TokenDataArguments
@@ -224,7 +225,7 @@ TOKENIZERS = {
 def test_the_first_token_of_each_word_has_its_label_whatever_the_tokenizer(name: str) -> None:
     """What the labelled tokens decode to, up to the next labelled one, is the word."""
     tokenizer = TOKENIZERS[name]()
-    encode = word_encoder(tokenizer, Columns(("tokens",), "tags"), 64)
+    encode = partial(encode_words, tokenizer, Columns(("tokens",), "tags"), 64)
     labels = [list(range(1, len(row) + 1)) for row in WORDS]  # of each word its number
     found = encode({"tokens": WORDS, "label": labels, "words": WORDS})
     for words, ids, marks, first in zip(WORDS, found["input_ids"], found["labels"], found["first"], strict=True):
@@ -236,7 +237,7 @@ def test_the_first_token_of_each_word_has_its_label_whatever_the_tokenizer(name:
 
 
 def test_words_beyond_the_models_length_are_counted_and_not_judged() -> None:
-    encode = word_encoder(TOKENIZERS["WordPiece"](), Columns(("tokens",), "tags"), 6)
+    encode = partial(encode_words, TOKENIZERS["WordPiece"](), Columns(("tokens",), "tags"), 6)
     found = encode({"tokens": [["a"] * 3, ["a"] * 9], "label": [[1] * 3, [1] * 9], "words": [["a"] * 3, ["a"] * 9]})
     assert found["truncated"] == [False, True]
     assert [len(ids) for ids in found["input_ids"]] == [5, 6]

@@ -15,8 +15,6 @@ from finetune.models.alexnet import (
     LAYERS,
     AlexNetConfig,
     AlexNetForImageClassification,
-    alexnet_pipeline,
-    draw_weights,
 )
 from finetune.run.sizes import ALEXNET_SIZES
 from finetune.training.loss import honours_num_items_in_batch
@@ -26,7 +24,7 @@ from finetune.training.pipeline.evaluation import StageLoss
 def a_model(seed: int = 3, **changes: Any) -> AlexNetForImageClassification:
     config = AlexNetConfig(**{**ALEXNET_SIZES["tiny"], "num_labels": 10, "dropout": 0.0, **changes})
     model = AlexNetForImageClassification(config)
-    draw_weights(model, seed)
+    model.draw_weights(seed)
     return model
 
 
@@ -51,7 +49,7 @@ def test_each_size_reads_the_pictures_it_is_for(size: str, pixels: int, channels
 def test_layers_built_apart_and_in_any_order_are_the_model() -> None:
     model = a_model()
     found: dict[str, torch.Tensor] = {}
-    layers = alexnet_pipeline(model.config, seed=3).layers
+    layers = AlexNetForImageClassification.pipeline(model.config, seed=3).layers
     built = {index: layers[index].build() for index in reversed(range(LAYERS))}
     for index, module in built.items():
         found |= {layers[index].weight_name(name): p for name, p in module.named_parameters()}
@@ -75,7 +73,7 @@ def test_the_loss_of_micro_batches_of_uneven_size_adds_up() -> None:
 def test_an_evaluation_sums_a_confusion_matrix_once_and_leaves_filling_out() -> None:
     model = a_model()
     pictures, labels = torch.randn(5, 3, 16, 16), torch.arange(5)
-    pipeline = alexnet_pipeline(model.config, seed=3)
+    pipeline = AlexNetForImageClassification.pipeline(model.config, seed=3)
     evaluation = StageLoss(pipeline, shares=1)
     evaluation.real_rows = deque([3, 2])
     for part in (slice(0, 3), slice(3, 5)):

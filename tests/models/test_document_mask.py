@@ -26,7 +26,7 @@ from transformers import (
 from finetune.data.packing import Collator, PackedDataset, Tokens, best_fit_decreasing, one_each
 from finetune.errors import RequestError
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
-from finetune.models.probes import check_document_mask, documents_are_apart
+from finetune.models.probes import check_document_mask, mixed_documents
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 100}
 LLAMA = {**SHAPE, "intermediate_size": 64, "num_key_value_heads": 2}
@@ -46,7 +46,7 @@ MIXED: list[tuple[Any, Any]] = [
 def test_documents_are_apart_where_the_model_builds_its_mask_from_positions(kind: Any, config: Any) -> None:
     model = kind(config)
     before = torch.random.get_rng_state()
-    assert documents_are_apart(model)
+    assert mixed_documents(model) is None
     assert torch.equal(torch.random.get_rng_state(), before), "asking draws no random number"
 
 
@@ -74,7 +74,7 @@ def test_masked_documents_in_a_block_have_the_loss_that_they_have_alone() -> Non
 
 def test_a_model_that_cannot_be_asked_is_refused() -> None:
     model = MambaForCausalLM(MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=100, state_size=4))
-    with pytest.raises(RequestError, match=r"could not check whether .* Drop it"):
+    with pytest.raises(RequestError, match=r"could not be checked .* Drop it"):
         check_document_mask(model, 4)
 
 

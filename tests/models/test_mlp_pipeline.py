@@ -10,7 +10,7 @@ from transformers import default_data_collator
 from finetune.bench.data import MadeUp, build
 from finetune.bench.meter import bytes_by_kind
 from finetune.bench.models import PRESETS, find_model
-from finetune.models.mlp import MLPConfig, MLPForClassification, draw_weights, mlp_pipeline
+from finetune.models.mlp import MLPConfig, MLPForClassification
 
 SCALE = 0.02
 
@@ -18,8 +18,8 @@ SCALE = 0.02
 def test_the_layers_have_the_names_and_weights_of_the_model() -> None:
     config = MLPConfig(width=16, layers=3, num_labels=5)
     model = MLPForClassification(config)
-    draw_weights(model, seed=7)
-    layers = mlp_pipeline(config, seed=7)
+    model.draw_weights(7)
+    layers = MLPForClassification.pipeline(config, seed=7)
     built = [layer.build() for layer in layers.layers]
     weights = {
         layer.weight_name(name): weight
@@ -34,7 +34,9 @@ def test_the_layers_have_the_names_and_weights_of_the_model() -> None:
 
 
 def test_layers_of_one_seed_differ_from_one_another() -> None:
-    first, second = (mlp_pipeline(MLPConfig(width=8, layers=2), seed=7).layers[i].build() for i in (0, 1))
+    first, second = (
+        MLPForClassification.pipeline(MLPConfig(width=8, layers=2), seed=7).layers[i].build() for i in (0, 1)
+    )
     assert not torch.equal(first.linear.weight, second.linear.weight)
 
 

@@ -44,7 +44,7 @@ def loaded(folder: Path, auto: Any, model: Any = None, **how: Any) -> Any:
     if model is not None:
         model.save_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)
-    return load_weights(auto, str(folder), config, True, CausalModelArguments(), **how)
+    return load_weights(auto, str(folder), config, CausalModelArguments(), **how)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from transformers import TrainingArguments
 
 from finetune.data.sampling import GlobalBatchSampler
 from finetune.errors import RequestError
-from finetune.models.mlp import MLPConfig, mlp_pipeline
+from finetune.models.mlp import MLPConfig, MLPForClassification
 from finetune.models.pipeline import PipelineLayer, PipelineModel, sequential_layers
 from finetune.plan.schedule import BACKWARD, FORWARD, Event, Schedule, simulate
 from finetune.training.pipeline.batches import EvaluationShard, TrainingShard
@@ -369,7 +369,7 @@ def test_a_step_is_planned_from_the_median_of_the_one_before() -> None:
 
 
 def test_the_layers_of_an_mlp_are_those_of_its_pipeline() -> None:
-    model = mlp_pipeline(MLPConfig(width=8, layers=3, num_labels=5), seed=1)
+    model = MLPForClassification.pipeline(MLPConfig(width=8, layers=3, num_labels=5), seed=1)
     costs = [replace(cost(look.own), held=look.held) for look in _look(model.layers)]
     assert sum(one.parameters for one in costs) == sum(
         p.numel() for layer in model.layers for p in layer.build().parameters()

@@ -6,7 +6,7 @@ from conftest import REPO
 from upstream.row import Row
 
 MODEL = "transformers.modeling_utils:PreTrainedModel."
-GPTLITE, ALEXNET, MLP = "models/gptlite.py", "models/alexnet.py", "models/mlp.py"
+GPTLITE, ALEXNET, LAYERED = "models/gptlite.py", "models/alexnet.py", "models/pipeline.py"
 # Ours, theirs, what it says, and the method that must go on asking.
 OF_A_MODEL = (
     (GPTLITE, "_no_split_modules", "a block stays on one device, and is what FSDP wraps", "post_init"),
@@ -14,8 +14,7 @@ OF_A_MODEL = (
     (GPTLITE, "_skip_keys_device_placement", "the cache lies with its layer", "post_init"),
     (GPTLITE, "_supports_flash_attn", "attention goes through ALL_ATTENTION_FUNCTIONS", "_flash_attn_can_dispatch"),
     (GPTLITE, "_supports_sdpa", "attention goes through ALL_ATTENTION_FUNCTIONS", "_sdpa_can_dispatch"),
-    (ALEXNET, "_supports_sdpa", "it has no attention, and the default is asked for", "_sdpa_can_dispatch"),
-    (MLP, "_supports_sdpa", "it has no attention, and the default is asked for", "_sdpa_can_dispatch"),
+    (LAYERED, "_supports_sdpa", "it has no attention, and the default is asked for", "_sdpa_can_dispatch"),
     (GPTLITE, "_supports_flex_attn", "attention goes through ALL_ATTENTION_FUNCTIONS", "_flex_attn_can_dispatch"),
     (GPTLITE, "_supports_attention_backend", "any attention function serves", "is_backend_compatible"),
     (GPTLITE, "_can_record_outputs", "routers' logits are recorded", "__init__"),
@@ -66,7 +65,7 @@ MODELS = (
             "self, module",
             (f"{MODEL}_initialize_weights",),
         )
-        for where in (GPTLITE, ALEXNET, MLP)
+        for where in (GPTLITE, LAYERED)
     ),
     *(
         Row(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import nodes
 from jinja2.exceptions import TemplateSyntaxError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from finetune.errors import RequestError, first_line, plain
 from finetune.safe_read.bounded import each_bounded
@@ -17,6 +15,7 @@ from finetune.safe_read.files import open_plain
 
 FOLDER = Path(__file__).parent / "templates"
 MOST_BYTES = 1 << 20
+AT_A_TIME = 1024  # conversations per child process
 # Used if a tokenizer has no template: marks are plain words, so that no token must be added, and the end of text is
 # written after each assistant turn, so that the model learns to stop.
 DEFAULT_TEMPLATE = (
@@ -54,31 +53,22 @@ def read_template(given: str) -> str:
 
     def compile_template(text: str) -> None:
         try:
-            _environment().compile(text)
+            render_jinja_template(conversations=[[]], chat_template=text)
         except TemplateSyntaxError as fault:
             raise RequestError(
                 f"{name}: line {fault.lineno} is not valid jinja: {plain(first_line(fault))} Fix the file."
             ) from fault
+        except Exception:  # it needs turns, which come later
+            return
 
     each_bounded(compile_template, [template], name)
     return template
 
 
-class _Generation(Extension):
-    """Accepts the marks {% generation %}, as transformers does."""
-
-    tags = {"generation"}  # noqa: RUF012  (as the base class has it)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Like transformers' (utils/chat_template_utils.py, _cached_compile_jinja_template), for compiling alone."""
-    return ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-
-
-def is_ours(template: Any) -> bool:
-    """Whether a template is trusted and needs no child process: it does not come from outside."""
-    return template is None or template == DEFAULT_TEMPLATE or template in shipped().values()
+def each_rendered(do: Callable[[Any], Any], items: Sequence[Any], template: str | None) -> list[Any]:
+    """Apply `do` to each item, in which it may run `template`. One from outside is not trusted: it runs in child
+    processes, from which results come back as JSON. Raises RequestError."""
+    if template is None or template == DEFAULT_TEMPLATE or template in shipped().values():
+        return list(map(do, items))
+    parts = (items[start : start + AT_A_TIME] for start in range(0, len(items), AT_A_TIME))
+    return [one for part in parts for one in each_bounded(do, part, "the chat template")]
