@@ -1,7 +1,7 @@
 r"""How long a save stalls training: synchronous, asynchronous, and as the stock libraries save, interleaved.
 
     python benchmarks/async_save.py                      # 7 to 98 M parameters, 1 rank and 2 under ZeRO-2
-    python benchmarks/async_save.py --sizes 4x256 --repeats 7
+    python benchmarks/async_save.py --sizes 4x256 --layouts zero2 --repeats 7
     python benchmarks/async_save.py --gpu --sizes 12x768    # one rank on a GPU: async_save_gpu.json
 
 The stall is the time from the call that saves until it returns, on the slowest rank. `sync` and `async` are our saves
@@ -9,9 +9,10 @@ with --async_save off and on. `stock` is the stock Trainer's save on one rank, a
 ZeRO-2; both return before the bytes are on the disk. `dcp` is torch.distributed.checkpoint.async_save of the same
 states (one rank). `memcpy` copies as many bytes as the async save copied on the fullest rank into memory that is
 already allocated; on a GPU, from the device into pinned memory.
-`step_during` is the time of a step after an async save, while the checkpoint is being written. `step_alone` is the time
-of a step just before that save. `complete after` is the time from the return of the async save until its checkpoint is
-complete. Each ratio is taken within one round, because other work on the machine slows a whole round down equally. For
+`step_alone` is the time of a step just before an async save, `step_during` that of the `steps_during` steps after it,
+until its checkpoint is complete. `complete after` is the time from the return of the save until then; `write_alone` is
+the same without steps meanwhile, and `dd` the time in which `dd` writes as many bytes to the same disk with O_DIRECT.
+Each ratio is taken within one round, because other work on the machine slows a whole round down equally. For
 meaningful absolute times, run it on a quiet machine. Writes docs/results/async_save.json and its page after each
 combination of size and layout, and leaves out those that are there already, of the same releases (--again: does not).
 """
@@ -41,9 +42,9 @@ KILLS = OUT.with_name("faults_async.jsonl")
 SIZES = ("4x256", "6x512", "8x768", "12x768")  # layers x hidden size
 LAYOUTS = {"plain": (1, None), "zero2": (2, "zero2")}
 REPEATS, STEPS = 5, 3
+SAVE_STEPS = 20  # steps between saves, for the run time
 BATCH = 2  # samples of 128 tokens per rank: a write then lasts for several steps
-ON_GPU = {"plain": LAYOUTS["plain"]}
-MODES = ("sync", "async", "stock", "dcp", "memcpy", "step_alone", "step_during")
+MODES = ("sync", "async", "stock", "dcp", "memcpy", "step_alone", "step_during", "written_after", "write_alone", "dd")
 
 
 def built(size: str, deepspeed: str | None, folder: Path, kind: Any, on_gpu: bool) -> Any:
@@ -109,11 +110,10 @@ class Rank:
 
     def turn(self, number: int) -> dict[str, Any]:
         """Run each mode once; the order rotates with the round."""
-        modes = [("sync", self.sync), ("async", self.async_), ("stock", self.stocks), ("dcp", self.dcp)]
+        modes = [self.sync, self.async_, self.stocks, self.dcp, self.write, self.dd]
         found: dict[str, Any] = {}
-        for name, mode in modes[number % 4 :] + modes[: number % 4]:
-            if name != "dcp" or self.stock is not None:
-                found |= mode()
+        for at in range(len(modes)):
+            found |= modes[(number + at) % len(modes)]()
             self.settle()
         return found
 
@@ -135,16 +135,40 @@ class Rank:
         return found
 
     def async_(self) -> dict[str, Any]:
-        alone = self.timed(self.steps) / STEPS
+        alone = sum(self.timed(self.step) for _ in range(STEPS)) / STEPS
         stall = self.save(self.ours)
-        begun = time.perf_counter()
-        during = self.timed(self.steps) / STEPS
+        begun, during = time.perf_counter(), [self.timed(self.step)]
+        while len(during) < SAVE_STEPS and not self.is_complete():
+            during.append(self.timed(self.step))
         self.beside.finish()
+        took = time.perf_counter() - begun
         own = max(sum(self.writer.memory.used), 1)
         sizes = self.torch.tensor([own])
         self.torch.distributed.all_reduce(sizes, self.torch.distributed.ReduceOp.MAX)
-        found = {"async": stall, "step_alone": alone, "step_during": during, "copied_bytes": int(sizes)}
-        return {**found, "memcpy": self.memcpy(own), "written_after": time.perf_counter() - begun}
+        found = {"async": stall, "step_alone": alone, "step_during": sum(during) / len(during)}
+        found |= {"steps_during": len(during), "copied_bytes": int(sizes), "written_after": took}
+        return {**found, "memcpy": self.memcpy(own)}
+
+    def is_complete(self) -> bool:
+        done = self.torch.tensor([int(self.writer.is_done())])  # on the first rank: the whole checkpoint
+        self.torch.distributed.all_reduce(done, self.torch.distributed.ReduceOp.MIN)
+        return bool(done)
+
+    def write(self) -> dict[str, Any]:
+        self.save(self.ours)
+        return {"write_alone": self.timed(self.beside.finish), "bytes": self.ours.saves.saved_bytes}
+
+    def dd(self) -> dict[str, Any]:
+        """Nothing where the file system has no O_DIRECT."""
+        source, target = self.folder / "random", self.folder / "written"
+        size, leads = self.ours.saves.saved_bytes, self.ours.is_world_process_zero()
+        if leads and not source.exists():
+            source.write_bytes(os.urandom(size))
+        words = ["dd", f"if={source}", f"of={target}", "bs=4M", "oflag=direct", "conv=fsync", "status=none"]
+        status: list[int] = []
+        took = self.timed(lambda: status.append(subprocess.run(words).returncode if leads else 0))
+        target.unlink(missing_ok=True)
+        return {} if any(status) else {"dd": took}
 
     def memcpy(self, size: int) -> float:
         one, other = (self.torch.ones(size, dtype=self.torch.uint8) for _ in range(2))
@@ -162,6 +186,8 @@ class Rank:
         return {"stock": took}
 
     def dcp(self) -> dict[str, Any]:
+        if self.stock is None:
+            return {}
         from torch.distributed.checkpoint import async_save
 
         states = {"model": self.ours.model.state_dict(), "optimizer": self.ours.optimizer.optimizer.state_dict()}
@@ -171,13 +197,12 @@ class Rank:
         shutil.rmtree(place)
         return {"dcp": took}
 
-    def steps(self) -> None:
+    def step(self) -> None:
         trainer = self.ours
-        for _ in range(STEPS):
-            trainer.training_step(trainer.model_wrapped, dict(self.batch), None)
-            if not trainer.is_deepspeed_enabled:  # DeepSpeed's engine steps in its backward pass
-                trainer.optimizer.step()
-                trainer.optimizer.zero_grad()
+        trainer.training_step(trainer.model_wrapped, dict(self.batch), None)
+        if not trainer.is_deepspeed_enabled:  # DeepSpeed's engine steps in its backward pass
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
 
 
 def torch_double() -> Any:
@@ -203,35 +228,35 @@ def render(found: dict[str, Any]) -> str:
     """docs/results/async_save.md"""
     rows = found["rows"]
     head = ("parameters", "layout", "copied", "memcpy", "async", "sync", "stock", "DCP async", "async / memcpy")
-    head = (*head, "async / stock", "async / sync", "step_during / step_alone", "complete after")
+    head = (*head, "async / stock", "async / sync", "step_during / step_alone", "run time", "complete after")
     lines = [" | ".join(head), " | ".join("---:" for _ in head)]
     for count, layout in dict.fromkeys((row["parameters"], row["layout"]) for row in rows):
         own = [row for row in rows if (row["parameters"], row["layout"]) == (count, layout)]
         cells = [f"{count / 1e6:.0f} M", layout, f"{own[0]['copied_bytes'] / 2**20:,.0f} MiB"]
         cells += [_median(own, name) for name in ("memcpy", "async", "sync", "stock", "dcp")]
         pairs = (("async", "memcpy"), ("async", "stock"), ("async", "sync"), ("step_during", "step_alone"))
-        cells += [*(_ratio(own, *pair) for pair in pairs), _median(own, "written_after")]
+        cells += [*(_ratio(own, *pair) for pair in pairs), _run_time(own), _median(own, "written_after")]
         lines.append(" | ".join(cells))
-    every = [" | ".join(("parameters", "layout", "round", *MODES, "complete after")), " | ".join(["---:"] * 11)]
+    every = [" | ".join(("parameters", "layout", "round", *MODES)), " | ".join(["---:"] * (3 + len(MODES)))]
     for row in rows:
         cells = [f"{row['parameters'] / 1e6:.0f} M", row["layout"], str(row["turn"])]
-        cells += [f"{1e3 * row[name]:,.0f}" if name in row else "-" for name in (*MODES, "written_after")]
+        cells += [f"{1e3 * row[name]:,.0f}" if name in row else "-" for name in MODES]
         every.append(" | ".join(cells))
-    tables = ["\n".join(f"| {line} |" for line in part) for part in (lines, every)]
+    tables = ["\n".join(f"| {line} |" for line in part) for part in (lines, every, _bandwidths(rows))]
     measured = {(row["parameters"], row["layout"]) for row in rows}
     missing, machine = len(SIZES) * len(LAYOUTS) - len(measured), found.get("machine")
     if missing and not machine:
         tables[0] += (
             f"\n\n{missing} of the {len(SIZES) * len(LAYOUTS)} combinations of size and layout are not measured yet."
         )
-    words = {"versions": in_words(found["versions"]), "repeats": found["repeats"]}
+    words = {"versions": in_words(found["versions"]), "repeats": found["repeats"], "save_steps": SAVE_STEPS}
     if machine:
         words |= {"where": f"on one rank on {machine}.", "away": "several ranks", "flags": " --gpu"}
     else:
         where = "on two CPU cores without a GPU, shared with other work: absolute times are upper bounds."
         words |= {"where": where, "away": "GPUs", "flags": ""}
     killed = "" if machine else KILLED.format(kills=kills(list(rows_of(KILLS))))
-    return PAGE.format(table=tables[0], **words) + killed + TURNS.format(rows=tables[1])
+    return PAGE.format(table=tables[0], bandwidth=tables[2], **words) + killed + TURNS.format(rows=tables[1])
 
 
 def kills(rows: list[dict[str, Any]]) -> str:
@@ -265,6 +290,8 @@ Made by `python benchmarks/async_save.py{flags}`.
   bytes are on the disk.
 - `DCP async`: the stall of `torch.distributed.checkpoint.async_save`.
 - `step_during`, `step_alone`: a training step while a checkpoint is being written, and just before.
+- `run time`: of {save_steps} steps with one async save, relative to {save_steps} steps without. The save adds its
+  stall, and what the steps take longer until its checkpoint is complete.
 - `complete after`: time from the return of the async save until its checkpoint is complete.
 
 {table}
@@ -273,6 +300,13 @@ The first save of a run is excluded: it allocates its memory, and lets transform
 
 What this does not show: {away}, several hosts, FSDP (its files are written before training continues, and only
 hashing and flushing run in the background), and other disks.
+
+## Bandwidth
+
+`written alone` is how fast a checkpoint becomes complete if nothing else runs: written, hashed and flushed. `dd` is how
+fast `dd oflag=direct bs=4M conv=fsync` writes as many bytes to the same disk. In MiB/s.
+
+{bandwidth}
 """
 KILLED = """
 ## Kills
@@ -292,6 +326,26 @@ TURNS = """
 """
 
 
+def _bandwidths(rows: list[dict[str, Any]]) -> list[str]:
+    lines = ["parameters | layout | checkpoint | written alone | dd | written alone / dd", " | ".join(["---:"] * 6)]
+    measured = [row for row in rows if "dd" in row]
+    for count, layout in dict.fromkeys((row["parameters"], row["layout"]) for row in measured):
+        own = [row for row in measured if (row["parameters"], row["layout"]) == (count, layout)]
+        size = own[0]["bytes"] / 2**20
+        speeds = [f"{statistics.median(size / row[name] for row in own):,.0f}" for name in ("write_alone", "dd")]
+        cells = (f"{count / 1e6:.0f} M", layout, f"{size:,.0f} MiB", *speeds, _ratio(own, "dd", "write_alone"))
+        lines.append(" | ".join(cells))
+    return lines if measured else ["not measured yet", "---"]
+
+
+def _run_time(rows: list[dict[str, Any]]) -> str:
+    ratios = []
+    for row in (row for row in rows if "steps_during" in row):
+        added = row["async"] + row["steps_during"] * (row["step_during"] - row["step_alone"])
+        ratios.append(1 + added / (SAVE_STEPS * row["step_alone"]))
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} - {max(ratios):.3f})" if ratios else "-"
+
+
 def _median(rows: list[dict[str, Any]], name: str) -> str:
     values = [row[name] for row in rows if name in row]
     return f"{1e3 * statistics.median(values):,.0f}" if values else "-"
@@ -305,6 +359,7 @@ def _ratio(rows: list[dict[str, Any]], one: str, other: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES))
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--gpu", action="store_true", help="one rank, with model and optimizer on the GPU")
     parser.add_argument("--again", action="store_true", help="measure what the file has already")
@@ -322,14 +377,16 @@ def main() -> None:
     found = json.loads(out.read_text()) if out.is_file() else {}
     rows = found["rows"] if found.get("versions") == versions() else []
     for size in options.sizes:
-        for layout, (ranks, _) in (ON_GPU if options.gpu else LAYOUTS).items():
+        for layout in ["plain"] if options.gpu else options.layouts:
             others = [row for row in rows if (row["size"], row["layout"]) != (size, layout)]
-            if len(others) < len(rows) and not options.again:
+            # rows of earlier versions lack some figures
+            is_done = any("steps_during" in row for row in rows if row not in others)
+            if is_done and not options.again:
                 continue
             with tempfile.TemporaryDirectory(dir=options.folder) as name:
                 words = ["--part", size, layout, "--folder", name, "--rows", f"{name}/rows.json"]
                 words += ["--repeats", str(options.repeats), *(["--gpu"] if options.gpu else [])]
-                command = [*launcher(ranks), __file__, *words]
+                command = [*launcher(LAYOUTS[layout][0]), __file__, *words]
                 subprocess.run(command, check=True, env=environment(Path(name) / "cache"), stdout=sys.stderr)
                 rows = others + json.loads(Path(name, "rows.json").read_text())
             print(f"{size} {layout}", flush=True)

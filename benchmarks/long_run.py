@@ -4,9 +4,10 @@ r"""Does a long run leak? Watches 10,000 steps of a tiny model: memory, open fil
     python benchmarks/long_run.py --runs trainer --steps 2000
 
 Each rank's resident memory, open files and threads are sampled during the run, with the latest logged step. The first
-fifth is warm-up and is excluded. The slope in bytes per step is that of a straight line through the means of 20 spans,
-with its 95% confidence interval (Student's t). A leak that matters would keep a tensor or a row at each step. A figure
-counts as growing if its whole interval lies above GROWTH; the folder, if it grew by more than the rows of
+fifth is warm-up and is excluded. It has 40 saves and 20 evaluations: glibc's heap reaches its size, in jumps of about a
+megabyte, within the first twenty of each. The slope in bytes per step is that of a straight line through the means of
+20 spans, with its 95% confidence interval (Student's t). A leak that matters would keep a tensor or a row at each step.
+A figure counts as growing if its whole interval lies above GROWTH; the folder, if it grew by more than the rows of
 metrics.jsonl. In that case the benchmark ends with status 1. Writes a row for each run to docs/results/long_run.jsonl.
 """
 
@@ -31,6 +32,7 @@ OUT = REPO / "docs" / "results" / "long_run.jsonl"
 SPANS = 20
 WARM_UP = 0.2
 SAMPLE_SECONDS = 0.5
+SAVES, EVALUATIONS = 200, 100
 GROWTH = {
     "rss_bytes": 512.0,
     "open_files": 1e-4,
@@ -50,7 +52,7 @@ RUNS = {
 def watch(name: str, steps: int, home: Path) -> dict[str, Any]:
     """Run to the end, and record its ranks and its folder on the way."""
     run, folder = RUNS[name], home / name
-    every = {**SETTINGS, "max_steps": steps, "save_steps": steps // 20, "eval_steps": steps // 10}
+    every = {**SETTINGS, "max_steps": steps, "save_steps": steps // SAVES, "eval_steps": steps // EVALUATIONS}
     launch = Launch(run.command(folder, **every), folder, home / "cache", run.ranks)
     samples: list[list[dict[str, float]]] = [[] for _ in range(run.ranks)]
     sizes: list[tuple[int, int]] = []  # step, bytes of the run folder
@@ -66,6 +68,7 @@ def watch(name: str, steps: int, home: Path) -> dict[str, Any]:
     if launch.wait() != 0:
         raise SystemExit(launch.output[-3000:])
     row: dict[str, Any] = {"run": name, "recipe": run.recipe, "ranks": run.ranks, "steps": steps}
+    row |= {"saves": SAVES, "evaluations": EVALUATIONS}
     row["seconds"] = round(time.time() - launch.began, 1)
     row["per_rank"] = [slopes(of_rank) for of_rank in samples]
     row["folder"] = sizes_of(folder, sizes, launch)

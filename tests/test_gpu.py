@@ -187,9 +187,19 @@ def test_the_page_links_to_the_pages_of_what_is_done_and_says_why_what_is_not() 
 
 
 def test_pages_of_a_gpu_say_nothing_of_cpus() -> None:
-    times = dict.fromkeys((*async_save.MODES, "written_after"), 0.5)
+    times = dict.fromkeys(async_save.MODES, 0.5)
     saves = {"versions": {"torch": "2"}, "repeats": 1, "machine": "A GPU"}
-    saves["rows"] = [{"parameters": 10**8, "layout": "plain", "turn": 0, "copied_bytes": 2**20, **times}]
+    saves["rows"] = [
+        {
+            "parameters": 10**8,
+            "layout": "plain",
+            "turn": 0,
+            "copied_bytes": 2**20,
+            "bytes": 2**21,
+            "steps_during": 3,
+            **times,
+        }
+    ]
     page = async_save.render(saves)
     assert "one rank on A GPU" in page
     assert "CPU" not in page

@@ -16,7 +16,7 @@ from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.flags_of_before import changed_flags, compared_flags, refuse_changed
 from finetune.training.checkpoints.identity import SHOWN, Identity, Stretch, new_id, read_identity, read_run, shown
 from finetune.training.checkpoints.manifest import CHECKPOINT
-from finetune.training.checkpoints.writing import leads, of_first, together
+from finetune.training.checkpoints.writing import by_first, of_first
 from finetune.versions import versions
 
 
@@ -49,7 +49,7 @@ def course_of(run: Run, training: TrainingArguments, checkpoint: str | None) -> 
     folder = Path(run.value("output_dir")).expanduser()
     if checkpoint is None:
         return Course(of_first(new_id()), flags)
-    own, before, step = of_first(together(lambda: _look(folder, checkpoint) if leads() else (None, None, 0)))
+    own, before, step = by_first(lambda: _look(folder, checkpoint))
     in_folder = Path(checkpoint).expanduser().resolve().parent == folder.resolve()
     run_id = own or (before.run if before and in_folder else of_first(new_id()))
     name = Path(checkpoint).name

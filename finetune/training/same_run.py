@@ -21,7 +21,7 @@ from finetune.run.paths import named_in
 from finetune.run.run import Run
 from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.identity import Identity, run_record, shown
-from finetune.training.checkpoints.writing import leads, of_first, together
+from finetune.training.checkpoints.writing import by_first, leads
 from finetune.training.course import Course
 from finetune.training.run_folder import write_json
 from finetune.training.start import Session
@@ -49,7 +49,7 @@ def settle_identity(session: Session, config: Any, data: Any) -> Identity:
     """The identity that this run's checkpoints record. All ranks must call it, before the trainer is built. Raises
     RequestError if rows, tokenizer or model differ from those of the checkpoint."""
     course, run = session.course, session.run
-    facts = of_first(together(lambda: _facts(session, config, data) if leads() else {}))
+    facts = by_first(lambda: _facts(session, config, data))
     changed = dict(course.changed)
     if course.before is not None:
         changed |= _compare(run, course, course.before, facts)

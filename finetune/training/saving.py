@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,10 +37,15 @@ else:
 class SavingMixin(AnyTrainer):
     """A part of FinetuneMixin, whose `__init__` sets the attributes used here."""
 
+    _unwrapped: tuple[Any, Any] = (None, None)  # accelerate reads packages' metadata each time (1.15, utils/imports.py)
+    _wrote_model = False  # whether the Trainer has called `_save`
+
     @property
     def bare_model(self) -> Any:
         """Without the wrappers of DDP, DeepSpeed and torch.compile."""
-        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        if self._unwrapped[0] is not self.model:
+            self._unwrapped = self.model, self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        return self._unwrapped[1]
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         if self.is_world_process_zero():
@@ -65,47 +71,84 @@ class SavingMixin(AnyTrainer):
     def _write_model(self, folder: Path) -> None:
         if self.is_fsdp_enabled:
             keep_class(self.bare_model)
-        super().save_model(str(folder), _internal_call=True)
-        if self.args.should_save and (folder / TRAINING_ARGS_NAME).is_file():
+        self._wrote_model = False
+        if self._copies_to(folder) and self.is_deepspeed_enabled and not self.needs_all_ranks:
+            self._save(str(folder))  # the Trainer's clones all weights first (accelerate 1.15, get_state_dict)
+        else:
+            super().save_model(str(folder), _internal_call=True)
+        if self.args.should_save and not self._wrote_model:
+            self._write_others(folder)  # FSDP writes its shards without `_save`
+
+    def _write_others(self, folder: Path) -> None:
+        """Write the files of a saved model that the Trainer's class does not write."""
+        if (folder / TRAINING_ARGS_NAME).is_file():
             write_arguments(folder, self.args)
-        if self.args.should_save:
-            model = self.bare_model
-            labels = labels_of(model)
-            if labels is not None:
-                write_json(folder / LABELS, labels)
-            ends = ends_of(model)
-            if ends is not None:
-                write_json(folder / GENERATION_CONFIG, {"eos_token_id": ends})
-            self.write_beside(folder)
+        model = self.bare_model
+        labels = labels_of(model)
+        if labels is not None:
+            write_json(folder / LABELS, labels)
+        ends = ends_of(model)
+        if ends is not None:
+            write_json(folder / GENERATION_CONFIG, {"eos_token_id": ends})
+        self.write_beside(folder)
+
+    def _copies_to(self, folder: Path) -> bool:
+        """Whether this is a checkpoint that another process writes."""
+        writer = self.saves.beside.writer
+        return writer is not None and writer.folder == folder
 
     def write_beside(self, folder: Path) -> None:
-        """Override it for a task that saves more than weights and the tokenizer. One rank calls it."""
+        """Override it for a task that saves more than weights and the tokenizer, the same at each save. One rank calls
+        it."""
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Like the Trainer's, but saves a tied weight once: below ZeRO-3 accelerate copies the weight for each name
         (1.15, accelerator.py, get_state_dict), so the copies no longer show that they are tied."""
-        if state_dict is not None:
-            state_dict = self.expert_parallel.whole(state_dict) if self.expert_parallel else state_dict
-            once, named = named_weights(self.bare_model), named_weights(self.bare_model, every=True)
-            state_dict = {name: weight for name, weight in state_dict.items() if name in once or name not in named}
-        writer = self.saves.beside.writer
-        if writer is None or output_dir is None or not self.args.should_save:
-            super()._save(output_dir, state_dict)
+        folder, self._wrote_model = Path(output_dir or self.args.output_dir), True
+        is_live = state_dict is None
+        if not is_live:
+            state_dict = self._once(self.expert_parallel.whole(state_dict) if self.expert_parallel else state_dict)
+        if not (self.args.should_save and self._copies_to(folder)):
+            self._save_model_files(folder, state_dict)
             return
-        weights = self.bare_model.state_dict() if state_dict is None else state_dict
-        write, given = super()._save, state_dict
-        writer.keep_model(Path(output_dir), weights, lambda whole: write(output_dir, given if whole else {}))
+        weights = self.bare_model.state_dict() if is_live else state_dict
+
+        def write(alone: Path) -> None:
+            given = state_dict
+            if is_live and self.is_deepspeed_enabled:  # transformers could take parts of a flat tensor for tied weights
+                given = {name: weight.to("cpu", copy=True) for name, weight in self._once(weights).items()}
+            self._save_model_files(alone, given)
+
+        self.saves.beside.writer.keep_model(weights, self._settings, is_live, write)
+
+    def _save_model_files(self, folder: Path, weights: Any) -> None:
+        super()._save(str(folder), weights)
+        if self.args.should_save:
+            self._write_others(folder)
+
+    def _once(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        once, named = named_weights(self.bare_model), named_weights(self.bare_model, every=True)
+        return {name: weight for name, weight in weights.items() if name in once or name not in named}
+
+    def _settings(self) -> bytes | None:
+        """What the files beside the weights depend on; None if that cannot be told. A run does not change its
+        tokenizer."""
+        model = self.bare_model
+        try:
+            return pickle.dumps((self.args, *(getattr(model, f"{kind}config", None) for kind in ("", "generation_"))))
+        except (pickle.PicklingError, AttributeError, TypeError):
+            return None
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Like the Trainer's. If only rank 0 has an optimizer to save, it may be written in the background."""
+        """Like the Trainer's. If only rank 0 has states to save, they may be written in the background."""
         is_plain = not (self.is_deepspeed_enabled or self.is_fsdp_enabled)
         writer = self.saves.beside.writer
         if writer is None or not is_plain or not self.args.should_save:
             super()._save_optimizer_and_scheduler(output_dir)
-        elif writer.keep(Path(output_dir, OPTIMIZER_NAME), self.optimizer.state_dict()):
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
-        else:
-            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        for name, stateful in ((OPTIMIZER_NAME, self.optimizer), (SCHEDULER_NAME, self.lr_scheduler)):
+            if not writer.keep(Path(output_dir, name), state := stateful.state_dict()):
+                torch.save(state, Path(output_dir, name))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         write = super()._save_checkpoint

@@ -4,8 +4,10 @@ until something has happened to what was copied, or to themselves. $HAPPENS is
     spoil   all weights, masters and optimizer states become 0
     kill    the writer of checkpoint-8 is killed
     full    checkpoint-8 finds a disk that takes no more
+    unread  nothing is held up, but rank 1 cannot read the checkpoint that it resumes from
 """
 
+import errno
 import os
 import resource
 import runpy
@@ -14,6 +16,7 @@ import sys
 
 import torch
 
+from finetune.training.pipeline import checkpoint
 from finetune.training.pipeline import trainer as pipelines
 from finetune.training.pipeline.trainer import PipelineTrainer
 
@@ -42,6 +45,12 @@ def held_up(trainer: PipelineTrainer) -> None:
     os.kill(pid, signal.SIGKILL if happens == "kill" and is_last else signal.SIGCONT)
 
 
+def unread(places: object, name: str) -> torch.Tensor:
+    raise OSError(errno.EIO, os.strerror(errno.EIO), name)
+
+
 pipelines.save_checkpoint = held_up
+if happens == "unread" and os.environ["RANK"] == "1":
+    checkpoint.read_tensor = unread
 sys.argv[0] = RECIPE
 runpy.run_path(RECIPE, run_name="__main__")

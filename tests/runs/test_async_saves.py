@@ -89,6 +89,18 @@ def test_a_pipeline_whose_writer_fails_keeps_its_earlier_checkpoint(happens: str
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("built_ops")
+def test_a_checkpoint_that_one_stage_cannot_read_ends_both_with_one_message(tmp_path: Path) -> None:
+    values = {**PIPED, "max_steps": 2}
+    launch("torchrun", tmp_path / "run", values, ranks=2, recipe=PIPELINE)
+    resumed = {**values, "max_steps": 4, "resume": "auto"}
+    run = launch("torchrun", tmp_path / "run", resumed, ranks=2, recipe=HELD_UP, env={"HAPPENS": "unread"}, check=False)
+    assert run.status == 1
+    (said,) = run.errors
+    assert re.search("rank 1 could not read .*checkpoint-2: .*Input/output error", said), run.output[-3000:]
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize(("recipe", "values"), [(RECIPE, SAVES), (PIPELINE, PIPED)])
 @pytest.mark.usefixtures("built_ops")
 def test_a_signal_is_heeded_by_a_checkpoint_that_is_there_when_the_run_ends(

@@ -16,10 +16,12 @@ from finetune.training.checkpoints.beside import Writer
 from finetune.training.checkpoints.copies import (
     SEGMENT_BYTES,
     Memory,
+    Storages,
     copied,
     copied_weights,
     restored,
     restored_weights,
+    shared_weights,
 )
 from finetune.training.checkpoints.learned import Learned
 
@@ -57,7 +59,7 @@ def test_the_file_is_the_one_that_torch_writes_though_all_has_changed_since(memo
     torch.save(found, tmp_path / "one" / "file.pt")
     for _ in range(2):  # the second time in the place of the first
         memory.clear()
-        pickled = copied(found, memory)
+        pickled = copied(found, Storages(memory))
     size = memory.bytes
     for tensor in [*found["views"], *found["kinds"], found["large"]]:
         tensor.zero_()
@@ -67,7 +69,7 @@ def test_the_file_is_the_one_that_torch_writes_though_all_has_changed_since(memo
 
 
 def test_tensors_that_share_their_memory_still_do(memory: Memory) -> None:
-    one, other = restored(copied(states(), memory), other_side(memory))["views"]
+    one, other = restored(copied(states(), Storages(memory)), other_side(memory))["views"]
     assert one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     assert other.stride() == (1, 5)
 
@@ -114,7 +116,7 @@ def test_a_tensor_that_goes_with_its_device_is_left_to_who_has_that(
 def test_a_parameter_is_copied_wherever_it_is(memory: Memory) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     weight.note = "an attribute"  # type: ignore[attr-defined]
-    found = restored(copied({"weight": weight}, memory), other_side(memory))["weight"]
+    found = restored(copied({"weight": weight}, Storages(memory)), other_side(memory))["weight"]
     assert (found.tolist(), found.note) == ([1.0, 1.0], "an attribute")
     assert type(found) is torch.nn.Parameter
 
@@ -122,11 +124,14 @@ def test_a_parameter_is_copied_wherever_it_is(memory: Memory) -> None:
 def test_a_form_is_learnt_of_what_is_written_as_it_is(tmp_path: Path) -> None:
     weights, learned = {"a": torch.ones(2), "tied": torch.ones(2)}, Learned()
     save_file({"a": weights["a"]}, tmp_path / "model.safetensors", {"format": "pt"})
-    learned.look(tmp_path, weights)
-    form = learned.of(weights)
+    (tmp_path / "config.json").write_text("{}")
+    learned.look(tmp_path, weights, b"settings")
+    form = learned.of(weights, b"settings")
     assert form is not None
     assert (form.file, form.names, form.metadata) == ("model.safetensors", ("a",), {"format": "pt"})
-    assert learned.of({**weights, "a": torch.ones(3)}) is None, "another model"
+    assert form.others == {"config.json": b"{}"}
+    assert learned.of({**weights, "a": torch.ones(3)}, b"settings") is None, "another model"
+    assert learned.of(weights, b"other settings") is None
 
 
 @pytest.mark.parametrize(
@@ -135,12 +140,31 @@ def test_a_form_is_learnt_of_what_is_written_as_it_is(tmp_path: Path) -> None:
         pytest.param({"model.safetensors": {"renamed": torch.ones(2)}}, id="other names"),
         pytest.param({"model.safetensors": {"a": torch.zeros(2)}}, id="other numbers"),
         pytest.param({"model-1.safetensors": {"a": torch.ones(2)}, "model-2.safetensors": {}}, id="several files"),
+        pytest.param({"model.safetensors": {"a": torch.ones(2)}, "other/model.safetensors": {}}, id="several models"),
     ],
 )
 def test_no_form_is_learnt_of_what_was_changed_on_its_way(written: dict[str, Any], tmp_path: Path) -> None:
     learned, weights = Learned(), {"a": torch.ones(2)}
     for name, content in written.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         save_file(content, tmp_path / name)
         assert load_file(tmp_path / name).keys() == content.keys()
-    learned.look(tmp_path, weights)
-    assert learned.of(weights) is None
+    learned.look(tmp_path, weights, b"")
+    assert learned.of(weights, b"") is None
+
+
+def test_weights_in_a_storage_that_they_fill_are_copied_once_for_all_files(memory: Memory) -> None:
+    flat, large = torch.arange(2000.0), torch.arange(2000.0)
+    weights = {"a": flat[:990].view(99, 10), "b": flat[990:1990], "part": large[:10], "turned": torch.ones(3, 4).t()}
+    storages = Storages(memory)
+    places = shared_weights(weights, storages)
+    used = sum(memory.used)
+    assert flat.nbytes <= used < flat.nbytes + 1000, "not the storage of `part`, of which it is little"
+    pickled = copied({"module": {"a": weights["a"]}}, Storages(memory, storages))
+    assert sum(memory.used) == used
+    for tensor in (flat, large):
+        tensor.zero_()
+    found = restored_weights(places, other_side(memory))
+    assert [found[name].flatten()[-1].item() for name in weights] == [989.0, 1989.0, 9.0, 1.0]
+    assert [found[name].shape for name in weights] == [weight.shape for weight in weights.values()]
+    assert restored(pickled, other_side(memory))["module"]["a"].tolist() == found["a"].tolist()

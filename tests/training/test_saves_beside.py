@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import resource
@@ -53,8 +54,8 @@ def train(
     set_seed(0)
     shape = {"vocab_size": 16, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
     args = TrainingArguments(
-        str(folder), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=4, per_device_train_batch_size=4,
-        save_strategy="steps", save_steps=2, **more,
+        str(folder), use_cpu=True, report_to=[], disable_tqdm=True, per_device_train_batch_size=4,
+        save_strategy="steps", save_steps=2, **{"max_steps": 4, **more},
     )  # fmt: skip
     at_saves = AtSaves(does)
     guards = GuardArguments(hang_timeout=0.0, on_nan=on_nan, stop_grace=0.0, async_save=asked)
@@ -108,6 +109,26 @@ def test_a_checkpoint_holds_its_step_though_all_changes_before_anything_is_writt
         assert [name for name in one if one[name] != other[name]] == []
         assert problems(tmp_path / "beside" / f"checkpoint-{step}", hashes=True) == []
     assert sorted(path.name for path in (tmp_path / "beside").iterdir()) == ["checkpoint-2", "checkpoint-4", "latest"]
+
+
+def test_a_config_that_changes_between_two_saves_is_saved_as_it_is_then(tmp_path: Path) -> None:
+    saved: list[Path] = []
+
+    class Counting(FinetuneTrainer):
+        def _save_model_files(self, folder: Path, weights: Any) -> None:
+            saved.append(folder)
+            super()._save_model_files(folder, weights)
+
+    def change(trainer: FinetuneTrainer, step: int) -> None:
+        if step == 4:
+            trainer.model.config.note = "changed"
+        trainer.saves.beside.finish()
+
+    train(tmp_path, "on", change, kind=Counting, max_steps=6)
+    notes = [json.loads((path / "config.json").read_text()).get("note") for path in checkpoints_in(tmp_path)]
+    assert notes == ["changed", None, None]
+    assert [problems(path, hashes=True) for path in checkpoints_in(tmp_path)] == [[], [], []]
+    assert len(saved) == 2, "of the second checkpoint the other process writes all files of the model"
 
 
 def test_a_writer_that_is_killed_is_told_of_at_the_step_and_ends_the_run(

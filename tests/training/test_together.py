@@ -104,3 +104,11 @@ def test_what_a_full_disk_keeps_of_a_teacher_ends_both_with_the_caches_name(scen
         assert kind == "RunError"
         assert "is full" in said
         assert "FINETUNE_CACHE" in said
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_file_that_one_rank_cannot_read_ends_both_with_one_message(rank: int, scenes: Scenes) -> None:
+    kind, said = scenes.ranks[rank][f"read {rank}"]
+    assert (kind, said) == tuple(scenes.ranks[1 - rank][f"read {rank}"])
+    assert kind == "RunError"
+    assert f"rank {rank} could not read checkpoint-4: [Errno 5] Input/output error" in said

@@ -143,6 +143,15 @@ def the_caches_disk_is_full(run: Path) -> None:
     cached_teacher.asked_before(asked, lambda: teacher, torch.device("cpu"), 1)  # type: ignore[arg-type,return-value]
 
 
+def one_cannot_read(which: int) -> str:
+    def read() -> str:
+        if which == RANK:
+            raise OSError(5, "Input/output error", "model.safetensors")
+        return "read"
+
+    return writing.read_together(Path("checkpoint-4"), read)
+
+
 SCENES: dict[str, Callable[[Path], Any]] = {
     "shares": each_reads_its_share,
     "disk 0": lambda run: one_meets_a_broken_disk(run, 0),
@@ -154,6 +163,8 @@ SCENES: dict[str, Callable[[Path], Any]] = {
     "unseen": one_does_not_see_what_is_chosen,
     "more": one_sees_what_the_first_does_not,
     "between": a_predecessor_saves_between_the_looks,
+    "read 0": lambda run: one_cannot_read(0),
+    "read 1": lambda run: one_cannot_read(1),
     "cache": the_caches_disk_is_full,
 }
 

@@ -12,13 +12,12 @@ from finetune.training.checkpoints.manifest import FileRecord, files_of, shares
 from finetune.training.checkpoints.writing import (
     SHARED_DISK_SECONDS,
     About,
-    barrier,
+    by_first,
     commit,
     every,
     explained,
     folder_of,
     leads,
-    of_first,
     outer_of,
     rank,
     ranks,
@@ -55,7 +54,7 @@ class AtomicFolder:
 
     def __enter__(self) -> Path:
         with explained(self.place):
-            together(self._make)
+            by_first(self._make)
             together(self._see)
             if self.beside is not None:
                 self.beside.begin(self.place)
@@ -67,9 +66,8 @@ class AtomicFolder:
         with explained(self.place):
             if error is not None:
                 raise error
-            barrier()
-            later = {name for names in every(self.beside.names) for name in names} if self.beside else set()
-            sizes = of_first(together(lambda: self._sizes(later) if leads() else {}))
+            later = {name for names in every(self.beside.names if self.beside else []) for name in names}
+            sizes = by_first(lambda: self._sizes(later))
             names = shares(sizes, ranks())[rank()]
             if self.beside is not None:
                 beside = self.beside
@@ -88,9 +86,8 @@ class AtomicFolder:
         return {name: size for name, size in files_of(self.folder)[0].items() if name not in later}
 
     def _make(self) -> None:
-        if leads():
-            shutil.rmtree(self.outer, ignore_errors=True)
-            self.folder.mkdir(parents=True)
+        shutil.rmtree(self.outer, ignore_errors=True)
+        self.folder.mkdir(parents=True)
 
     def _see(self) -> None:
         end = time.monotonic() + SHARED_DISK_SECONDS

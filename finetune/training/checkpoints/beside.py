@@ -21,7 +21,14 @@ from typing import Any
 import torch
 
 from finetune.run.environment import environment_of_child
-from finetune.training.checkpoints.copies import Memory, OtherDeviceError, copied, copied_weights
+from finetune.training.checkpoints.copies import (
+    Memory,
+    OtherDeviceError,
+    Storages,
+    copied,
+    copied_weights,
+    shared_weights,
+)
 from finetune.training.checkpoints.learned import Learned
 from finetune.training.checkpoints.writer_process import Copy, Job, Report, main
 from finetune.training.checkpoints.writing import OtherRankError, folder_of, outer_of
@@ -35,6 +42,7 @@ class Writer:
 
     def __init__(self) -> None:
         self.memory = Memory(os.memfd_create("finetune-checkpoint"))
+        self.storages = Storages(self.memory)  # those of the live weights, in the current save
         self.learned = Learned()
         self.folder: Path | None = None  # the folder that the ranks are writing to
         self.outer: Path | None = None  # exists until the most recent checkpoint is in place
@@ -58,6 +66,7 @@ class Writer:
         if self.process.poll() is not None:
             self.start()
         self.memory.clear()
+        self.storages = Storages(self.memory)
         self.folder, self.outer, self.copies, self.reports = folder_of(place), outer_of(place), [], []
 
     @property
@@ -70,7 +79,7 @@ class Writer:
         if self.folder is None or not Path(path).is_relative_to(self.folder):
             return False
         try:
-            pickled = copied(content, self.memory)
+            pickled = copied(content, Storages(self.memory, self.storages))
         except OtherDeviceError:
             return False
         if b"__main__" in pickled:
@@ -78,17 +87,31 @@ class Writer:
         self.copies.append(Copy(str(Path(path).relative_to(self.folder)), pickled, is_zip=is_zip))
         return True
 
-    def keep_model(self, folder: Path, weights: dict[str, torch.Tensor], write: Callable[[bool], None]) -> None:
-        """Copy the `weights` that `write` would write to the checkpoint; the first time, let `write` write them. Its
-        argument says whether to write the weights or only the other files."""
-        known = self.learned.of(weights) if folder == self.folder else None
+    def keep_model(
+        self,
+        weights: dict[str, torch.Tensor],
+        settings: Callable[[], bytes | None],
+        is_live: bool,
+        write: Callable[[Path], None],
+    ) -> None:
+        """Copy the `weights` that `write` would write to the checkpoint, and the files beside them, which depend on the
+        `settings`; the first time, let `write` write them. `is_live`: the weights are the model's own tensors, which do
+        not change before the save is handed over."""
+        assert self.folder is not None
+        assert self.outer is not None
+        known = self.learned.of(weights, settings())
         if known is None:
-            write(True)
-            if folder == self.folder:
-                self.learned.look(folder, weights)
+            alone = self.outer / "model"  # other ranks already write into the folder
+            write(alone)
+            self.learned.look(alone, weights, settings())  # transformers has completed the config
+            for path in alone.iterdir():
+                path.rename(self.folder / path.name)
+            alone.rmdir()
             return
-        write(False)
-        self.keep_weights(folder / known.file, ((name, weights[name]) for name in known.names), known.metadata)
+        self.copies += [Copy(name, content, is_file=True) for name, content in known.others.items()]
+        saved = {name: weights[name] for name in known.names}
+        places = shared_weights(saved, self.storages) if is_live else copied_weights(saved.items(), self.memory)
+        self.copies.append(Copy(known.file, places, known.metadata))
 
     def keep_weights(self, path: Path, weights: Iterable[tuple[str, torch.Tensor]], metadata: dict[str, str]) -> None:
         """Copy what safetensors would write to `path`, a file of the checkpoint that is being saved."""
@@ -96,7 +119,7 @@ class Writer:
         self.copies.append(Copy(str(path.relative_to(self.folder)), copied_weights(weights, self.memory), metadata))
 
     def hand_over(self, job: Job) -> None:
-        self.folder, self.commits = None, job.keeper is not None
+        self.folder, self.commits, self.storages = None, job.keeper is not None, Storages(self.memory)
         words = bytearray(pickle.dumps(replace(job, copies=tuple(self.copies))))
         place = self.memory.put(torch.frombuffer(words, dtype=torch.uint8))  # too large for a pipe's buffer
         self.connection.send((place, len(words), self.memory.segments))

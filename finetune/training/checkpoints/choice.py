@@ -26,14 +26,7 @@ from finetune.training.checkpoints.manifest import (
 )
 from finetune.training.checkpoints.state import state_problems
 from finetune.training.checkpoints.verifying import verify_together
-from finetune.training.checkpoints.writing import (
-    SHARED_DISK_SECONDS,
-    every,
-    leads,
-    of_first,
-    restore_replaced,
-    together,
-)
+from finetune.training.checkpoints.writing import SHARED_DISK_SECONDS, by_first, every, restore_replaced
 
 ALWAYS = ("auto", "allow")  # values of --resume that are not paths
 
@@ -64,9 +57,9 @@ def settle(run: Run, chosen: Chosen) -> Chosen:
             raise RequestError(_refused(Path(chosen.checkpoint), found))
         return chosen
     seen_early, broken = chosen.checkpoint, dict[str, str]()
-    together(lambda: restore_replaced(Path(run.values["output_dir"]).expanduser()) if leads() else None)
+    by_first(lambda: restore_replaced(Path(run.values["output_dir"]).expanduser()))
     while True:
-        chosen = of_first(together(lambda: _newest(run, broken) if leads() else Chosen(None)))
+        chosen = by_first(lambda: _newest(run, broken))
         _refuse_other_disk(chosen.checkpoint, seen_early)
         if chosen.checkpoint is None or not (found := verify_together(Path(chosen.checkpoint))):
             return chosen
@@ -75,7 +68,7 @@ def settle(run: Run, chosen: Chosen) -> Chosen:
 
 def newest_verified(run_folder: Path) -> Path:
     """The newest checkpoint that verifies, for callers that have no Run. All ranks must call it."""
-    for path in of_first(together(lambda: checkpoints_in(run_folder) if leads() else [])):
+    for path in by_first(lambda: checkpoints_in(run_folder)):
         if not verify_together(path):
             return path
     raise RequestError(f"resume_from_checkpoint=True: {run_folder} holds no checkpoint that verifies. Name one.")

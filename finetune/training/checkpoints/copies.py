@@ -10,13 +10,15 @@ import io
 import mmap
 import os
 import pickle
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 SEGMENT_BYTES = 64 * 2**20
-ALIGNMENT = 64
+ALIGNMENT, WORD = 64, 8
+MOSTLY = 0.9  # of a flat storage of weights; the rest is padding
 
 Segment = tuple[int, int]  # offset in the memory, size in bytes
 Place = tuple[int, int]  # of a block of bytes: index of the segment, offset in it
@@ -49,7 +51,10 @@ class Memory:
     def put(self, content: torch.Tensor) -> Place:
         """Copy a flat tensor of bytes from any device. Raises OSError when memory runs out."""
         number, begin = self._room(content.numel())
-        self.maps[number][begin : begin + content.numel()].copy_(content)
+        target = self.maps[number][begin : begin + content.numel()]
+        if (content.numel() | content.storage_offset()) % WORD == 0:  # torch starts a thread for so many elements
+            target, content = target.view(torch.int64), content.view(torch.int64)
+        target.copy_(content)
         return number, begin
 
     def at(self, place: Place, size: int) -> torch.Tensor:
@@ -69,6 +74,21 @@ class Memory:
         return len(self.segments) - 1, 0
 
 
+class Storages:
+    """Copies each storage once. It keeps references, so that no address is reused meanwhile."""
+
+    def __init__(self, memory: Memory, before: Storages | None = None) -> None:
+        self.memory = memory
+        self.stored: dict[int, tuple[torch.UntypedStorage, Place]] = {} if before is None else dict(before.stored)
+
+    def put(self, storage: torch.UntypedStorage) -> Place:
+        address, size = storage.data_ptr(), storage.nbytes()
+        if address not in self.stored or self.stored[address][0].nbytes() != size:
+            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            self.stored[address] = (storage, self.memory.put(flat))
+        return self.stored[address][1]
+
+
 class OtherDeviceError(Exception):
     """A tensor pickled by value is on a device that the other process may not have."""
 
@@ -77,12 +97,14 @@ class _Copier(pickle.Pickler):
     """Puts each storage into the memory once, and everything else into the pickle. On the other side, torch.save makes
     the same file from the rebuilt object as from the original."""
 
-    def __init__(self, file: io.BytesIO, memory: Memory) -> None:
+    def __init__(self, file: io.BytesIO, storages: Storages) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.memory = memory
-        self.stored: dict[int, tuple[torch.UntypedStorage, Place]] = {}  # references, so that no address is reused
+        self.storages = storages
 
     def reducer_override(self, obj: Any) -> Any:
+        # Unlike persistent_id, it is not called for numbers, words and containers.
+        if isinstance(obj, torch.UntypedStorage):
+            return _storage, (self.storages.put(obj) if obj.nbytes() else (0, 0), obj.nbytes())
         is_plain = type(obj) is torch.Tensor and obj.layout is torch.strided and not obj.is_quantized
         if not is_plain or vars(obj) or obj.is_conj() or obj.is_neg() or obj.device.type == "meta":
             # Pickle's default: by value, with its device. A Parameter's data tensor comes through here again.
@@ -92,17 +114,6 @@ class _Copier(pickle.Pickler):
         shape = (tuple(obj.shape), obj.stride(), obj.storage_offset())
         return _tensor, (obj.untyped_storage(), obj.dtype, *shape, obj.requires_grad)
 
-    def persistent_id(self, obj: Any) -> tuple[Place, int] | None:
-        if not isinstance(obj, torch.UntypedStorage):
-            return None
-        address, size = obj.data_ptr(), obj.nbytes()
-        if size == 0:
-            return (0, 0), 0
-        if address not in self.stored or self.stored[address][0].nbytes() != size:
-            flat = torch.empty(0, dtype=torch.uint8, device=obj.device).set_(obj)
-            self.stored[address] = (obj, self.memory.put(flat))
-        return self.stored[address][1], size
-
 
 class _Maker(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, memory: Memory) -> None:
@@ -110,8 +121,10 @@ class _Maker(pickle.Unpickler):
         self.memory = memory
         self.made: dict[Place, torch.UntypedStorage] = {}
 
-    def persistent_load(self, found: tuple[Place, int]) -> torch.UntypedStorage:
-        place, size = found
+    def find_class(self, module: str, name: str) -> Any:
+        return self.storage if (module, name) == (__name__, _storage.__name__) else super().find_class(module, name)
+
+    def storage(self, place: Place, size: int) -> torch.UntypedStorage:
         if size == 0:
             return torch.UntypedStorage(0)
         if place not in self.made:  # a separate storage: torch.save writes whole storages, and would write all memory
@@ -122,6 +135,10 @@ class _Maker(pickle.Unpickler):
 def _alone(content: torch.Tensor) -> torch.Tensor:
     """The same bytes, in a storage of exactly their size."""
     return torch.frombuffer(content.numpy(), dtype=torch.uint8)
+
+
+def _storage(place: Place, size: int) -> torch.UntypedStorage:
+    raise NotImplementedError("the pickle is for `restored`, which knows the memory")
 
 
 def _tensor(
@@ -136,10 +153,10 @@ def _tensor(
     return made.requires_grad_() if trains else made
 
 
-def copied(content: Any, memory: Memory) -> bytes:
+def copied(content: Any, storages: Storages) -> bytes:
     """A pickle for `restored`; its tensors are in the memory. May raise OtherDeviceError."""
     file = io.BytesIO()
-    _Copier(file, memory).dump(content)
+    _Copier(file, storages).dump(content)
     return file.getvalue()
 
 
@@ -154,6 +171,24 @@ def copied_weights(weights: Iterable[tuple[str, torch.Tensor]], memory: Memory) 
     for name, weight in weights:
         flat = weight.detach().contiguous().reshape(-1).view(torch.uint8)
         found[name] = (memory.put(flat), flat.numel(), weight.dtype, tuple(weight.shape))
+    return found
+
+
+def shared_weights(weights: dict[str, torch.Tensor], storages: Storages) -> dict[str, Any]:
+    """Like `copied_weights`, but storages that consist of these weights are copied whole, for other files too. Nothing
+    may write to them until all files are copied."""
+    covered: Counter[int] = Counter()
+    for weight in weights.values():
+        covered[weight.untyped_storage().data_ptr()] += weight.numel() * weight.element_size()
+    found = {}
+    for name, weight in weights.items():
+        storage, size = weight.untyped_storage(), weight.numel() * weight.element_size()
+        if size and weight.is_contiguous() and covered[storage.data_ptr()] >= MOSTLY * storage.nbytes():
+            number, begin = storages.put(storage)
+            place = (number, begin + weight.storage_offset() * weight.element_size())
+            found[name] = (place, size, weight.dtype, tuple(weight.shape))
+        else:
+            found |= copied_weights([(name, weight)], storages.memory)
     return found
 
 

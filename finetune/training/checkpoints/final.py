@@ -18,7 +18,7 @@ from finetune.errors import FinetuneError, RunError, first_line
 from finetune.training.checkpoints.atomic_folder import AtomicFolder
 from finetune.training.checkpoints.manifest import CHECKPOINT, FileRecord, checkpoints_in, hash_of, in_short, shares
 from finetune.training.checkpoints.verifying import verify_together
-from finetune.training.checkpoints.writing import every, flush, leads, of_first, rank, ranks, together
+from finetune.training.checkpoints.writing import by_first, every, flush, leads, rank, ranks, together
 
 FINAL = "final"  # the folder in which the model is assembled
 Shapes = Mapping[str, Sequence[int]]
@@ -42,7 +42,7 @@ def note_place_of_best(state: Any, place: Path) -> None:
 def best_to_load(run_folder: Path, named: str | None) -> Path | None:
     """`best_in`, if it verifies; else None, and rank 0 warns that the last weights are kept. All ranks must call it."""
     best, why = best_in(run_folder, named), None
-    if best is None or not of_first(together(lambda: best.is_dir() if leads() else False)):
+    if best is None or not by_first(best.is_dir):
         why = "is gone"
     else:
         try:
@@ -70,7 +70,7 @@ def save_final(run_folder: Path, write: Callable[[Path], None]) -> dict[str, Fil
     """
     with (whole := AtomicFolder(run_folder / FINAL, None)) as folder:
         write(folder)
-    together(lambda: _move_up(run_folder / FINAL) if leads() else None)
+    by_first(lambda: _move_up(run_folder / FINAL))
     return whole.records
 
 

@@ -1,5 +1,5 @@
-"""Learns how transformers writes a model's weights from a file that it wrote: which tensors, under which names, with
-which metadata. Another process can then write the next file of the same model, byte for byte the same."""
+"""Learns from the files that transformers wrote how it saves a model: which tensors, under which names, with which
+metadata, and the files beside the weights. Another process can then write the next ones, byte for byte the same."""
 
 from __future__ import annotations
 
@@ -14,35 +14,38 @@ Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Form:
-    """The form of one weights file."""
+    """The form of one weights file, and the content of the other files: config, tokenizer, arguments."""
 
     file: str
     names: tuple[str, ...]
     metadata: dict[str, str]
+    others: dict[str, bytes]
 
 
 class Learned:
     """Empty until a model is written to a single file whose tensors equal those of the state dict bit by bit."""
 
     def __init__(self) -> None:
-        self.shapes: Shapes = {}
+        self.seen: tuple[Shapes, bytes | None] | None = None
         self.form: Form | None = None
 
-    def of(self, weights: dict[str, torch.Tensor]) -> Form | None:
-        """The form, or None if the shapes are not those that `look` saw."""
-        return self.form if _shapes(weights) == self.shapes else None
+    def of(self, weights: dict[str, torch.Tensor], settings: bytes | None) -> Form | None:
+        """The form, or None if the shapes or settings are not those that `look` saw."""
+        return self.form if (_shapes(weights), settings) == self.seen else None
 
-    def look(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
-        self.shapes, self.form = _shapes(weights), None
-        files = sorted(folder.glob("*.safetensors"))
-        if len(files) != 1:  # sharded, or none
-            return
+    def look(self, folder: Path, weights: dict[str, torch.Tensor], settings: bytes | None) -> None:
+        """`folder` holds the model and nothing else; its other files depend on `settings` alone, if these are known."""
+        self.seen, self.form = (_shapes(weights), settings), None
+        files, every = sorted(folder.glob("*.safetensors")), list(folder.iterdir())
+        if settings is None or not weights or len(files) != 1 or not all(path.is_file() for path in every):
+            return  # sharded, without weights, or several models
+        others = {path.name: path.read_bytes() for path in every if path != files[0]}
         with safe_open(files[0], framework="pt") as file:
             names = tuple(file.keys())
             for name in names:
                 if name not in weights or not _are_same(file.get_tensor(name), weights[name]):
                     return  # an adapter (its names are changed), or a model whose weights are converted
-            self.form = Form(files[0].name, names, dict(file.metadata() or {}))
+            self.form = Form(files[0].name, names, dict(file.metadata() or {}), others)
 
 
 def _shapes(weights: dict[str, torch.Tensor]) -> Shapes:

@@ -22,7 +22,7 @@ from finetune.training.checkpoints.manifest import Layout
 from finetune.training.checkpoints.rotation import Keeper
 from finetune.training.checkpoints.space import check_space, free_memory
 from finetune.training.checkpoints.writer_process import Job
-from finetune.training.checkpoints.writing import About, every, explained, leads, of_first, rank, ranks, together
+from finetune.training.checkpoints.writing import About, by_first, every, explained, leads, rank, ranks, together
 
 MEMORY_SHARE = 0.5  # of a host's free memory: the most that the copies may take
 
@@ -61,7 +61,7 @@ class Saves:
 
     def save(self, write: Callable[[Path], None]) -> None:
         """`write` writes this rank's files into the unfinished folder, or gives them to the writer. The state that it
-        may have written there is written again, because the paths in it are those of that folder."""
+        may have written there is written again if the path in it is that of a folder in the unfinished one."""
         trainer, state, place = self.trainer, self.trainer.state, self.place
         size, layout = trainer.global_batch_size, self.saved.layout
         about = About(state.global_step, state.epoch, size, layout, trainer.identity)
@@ -70,8 +70,9 @@ class Saves:
         beside = self.beside.of(about)
         with (whole := AtomicFolder(place, about, beside)) as folder:
             write(folder)
+            written = state.best_model_checkpoint
             note_place_of_best(state, place)
-            if leads():
+            if leads() and (state.best_model_checkpoint != written or not (folder / STATE_FILE).is_file()):
                 state.save_to_json(str(folder / STATE_FILE))
         if beside is not None:
             if trainer.stop.agreed:  # the run stops after this save
@@ -160,7 +161,7 @@ class SavesBeside(TrainerCallback):
         with explained(place):
             try:
                 together(lambda: writer.wait(whole=False))
-                report = of_first(together(lambda: writer.wait(whole=True) if leads() else None))
+                report = by_first(lambda: writer.wait(whole=True))
             except BaseException:
                 self.close()
                 raise

@@ -11,7 +11,7 @@ import psutil
 
 from finetune.errors import RunError
 from finetune.host.hardware import memory_granted
-from finetune.training.checkpoints.writing import leads, together
+from finetune.training.checkpoints.writing import by_first
 
 FP32_BYTES = 4
 # Bytes of optimizer state per trained element, in fp32 unless quantized. Other optimizers keep two moments, like Adam.
@@ -80,7 +80,7 @@ def states_bytes(optim: str, has_momentum: bool = False) -> int:
 
 def check_space(run_folder: Path, needed: int, when: str) -> None:
     """Raises RunError on all ranks if there is too little room. All ranks must call it; rank 0 checks."""
-    together(lambda: _check(run_folder, needed, when) if leads() else None)
+    by_first(lambda: _check(run_folder, needed, when))
 
 
 def _check(run_folder: Path, needed: int, when: str) -> None:

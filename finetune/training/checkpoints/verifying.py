@@ -8,13 +8,13 @@ from finetune.errors import RequestError
 from finetune.safe_read.checkpoint_files import refuse_unsafe
 from finetune.training.checkpoints.manifest import MANIFEST, altered, files_of, problems, read_manifest, shares
 from finetune.training.checkpoints.tag import refuse_other_tags
-from finetune.training.checkpoints.writing import every, leads, of_first, rank, ranks, together
+from finetune.training.checkpoints.writing import by_first, every, rank, ranks, together
 
 
 def verify_together(folder: Path) -> list[str]:
     """What is wrong with it. Each rank reads its share of the bytes, and all get all findings. All ranks must call it.
     Raises RequestError on all of them if it holds a file that is never opened, whoever made it."""
-    sizes, found = of_first(together(lambda: _names_and_sizes(folder) if leads() else ({}, [])))
+    sizes, found = by_first(lambda: _names_and_sizes(folder))
     if found:
         return found
     share = shares(sizes, ranks())[rank()]
@@ -30,7 +30,7 @@ def verify_together(folder: Path) -> list[str]:
 
     found = [problem for part in every(together(look)) for problem in part]
     if not found:
-        together(lambda: refuse_other_tags(folder) if leads() else None)
+        by_first(lambda: refuse_other_tags(folder))
     return found
 
 

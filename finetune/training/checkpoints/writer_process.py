@@ -14,6 +14,7 @@ import pickle
 import signal
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,21 +35,25 @@ POLL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Copy:
-    """A file to be written, by its name in the checkpoint: with torch.save, or as safetensors if it has `metadata`."""
+    """A file to be written, by its name in the checkpoint: with torch.save, as safetensors if it has `metadata`, or as
+    it is."""
 
     name: str
     content: Any
     metadata: dict[str, str] | None = None
     is_zip: bool = True
+    is_file: bool = False
 
-    def write(self, folder: Path, memory: Memory) -> FileRecord:
+    def write(self, folder: Path, memory: Memory) -> Path:
         path = folder / self.name
         path.parent.mkdir(parents=True, exist_ok=True)
-        if self.metadata is not None:
+        if self.is_file:
+            path.write_bytes(self.content)
+        elif self.metadata is not None:
             save_file(restored_weights(self.content, memory), path, self.metadata)
         else:
             torch.save(restored(self.content, memory), path, _use_new_zipfile_serialization=self.is_zip)
-        return record_of(path, to_disk=True)
+        return path
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,9 @@ class Report:
 def reports(job: Job, memory: Memory, connection: Connection) -> Iterator[Report]:
     """Do the job, and yield its reports."""
     folder, outer = folder_of(job.place), outer_of(job.place)
-    own = {copy.name: copy.write(folder, memory) for copy in job.copies}
+    with ThreadPoolExecutor(1) as pool:  # hashes and flushes a file while the next is written
+        written = {copy.name: pool.submit(record_of, copy.write(folder, memory), to_disk=True) for copy in job.copies}
+    own = {name: record.result() for name, record in written.items()}
     own |= {name: record_on_disk(folder, name, size, job.rank) for name, size in job.sizes.items()}
     _tell(outer, job.rank, own)
     yield Report()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from safetensors import SafetensorError
 from torch import distributed
 
 from finetune.errors import FinetuneError, RunError, first_line
@@ -206,6 +207,38 @@ def together(do: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+def by_first(do: Callable[[], T]) -> T:
+    """Rank 0 does it, and all ranks have its result or its error."""
+    result, error = None, None
+    if leads():
+        try:
+            result = do()
+        except Exception as met:
+            error = met
+    result, said = of_first((result, _in_words(error)))
+    if error is not None:
+        raise error
+    if said is not None:
+        kind, words = said
+        raise kind(words)
+    return result  # type: ignore[return-value]
+
+
+def read_together(folder: Path, read: Callable[[], T]) -> T:
+    """Like `together`, for reading a checkpoint: a file that one rank cannot read is a RunError on all."""
+
+    def attempt() -> T:
+        try:
+            return read()
+        except (OSError, SafetensorError, RuntimeError) as error:  # torch's reader raises the last
+            raise RunError(
+                f"rank {rank()} could not read {folder}: {first_line(error)}. Its content was verified before, so look "
+                "for a disk or network fault; then --resume auto."
+            ) from error
+
+    return together(attempt)
+
+
 def _in_words(error: Exception | None) -> tuple[type[FinetuneError], str] | None:
     """The error that the other ranks raise: its class and message."""
     if isinstance(error, FinetuneError):
@@ -227,11 +260,6 @@ def of_first(own: T) -> T:
     if ranks() > 1:
         distributed.broadcast_object_list(told, src=0)
     return told[0]
-
-
-def barrier() -> None:
-    if ranks() > 1:
-        distributed.barrier()
 
 
 def rank() -> int:

@@ -22,7 +22,7 @@ from finetune.data.shares import WHOLE_POSITIONS
 from finetune.errors import RequestError, RunError, first_line
 from finetune.run.flags.guards import GuardArguments
 from finetune.training.checkpoints.manifest import checkpoints_in, problems
-from finetune.training.checkpoints.writing import every, leads, of_first, rank, together
+from finetune.training.checkpoints.writing import by_first, every, leads, rank
 from finetune.training.guards.finder import Found
 from finetune.training.guards.replay import FOLDER, write_batch, write_report
 from finetune.training.resuming import rng_state, set_rng_state
@@ -230,7 +230,7 @@ class NanGuard(TrainerCallback):
         what, checkpoint = "the step is skipped", None
         if policy == "rollback":
             self.suspect.finish_saves()
-            checkpoint = of_first(together(lambda: self._newest(Path(args.output_dir)) if leads() else None))
+            checkpoint = by_first(lambda: self._newest(Path(args.output_dir)))
             if checkpoint is None:
                 back = self.back_at
                 older = f" older than {back.name}, after which the next step failed too" if back else ""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from finetune.training.checkpoints.writing import read_together
 from finetune.training.guards.finder import Finder, Found, odd_inputs
 from finetune.training.guards.nan_guard import Finding, Suspect
 from finetune.training.pipeline.checkpoint import read_record
@@ -80,6 +81,7 @@ class PipelineSuspect(Suspect):
 
     def roll_back(self, folder: Path) -> None:
         schedule, states = self.trainer.scheduler.state_dict(), rng_state()
-        self.trainer.checkpoints.load(folder, read_record(folder))
+        checkpoints = self.trainer.checkpoints
+        read_together(folder, lambda: checkpoints.load(folder, read_record(folder)))
         self.trainer.checkpoints.load_schedule(schedule)
         set_rng_state(states)

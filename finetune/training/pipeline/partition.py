@@ -13,7 +13,7 @@ from finetune.plan.schedule import bubble_share
 from finetune.run.files import PIPELINE_RECORD
 from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.launch import Launch
-from finetune.training.checkpoints.writing import leads, of_first, together
+from finetune.training.checkpoints.writing import by_first
 from finetune.training.pipeline.checkpoint import read_record
 from finetune.training.pipeline.costs import agreed, measure_layers, measure_transfer
 from finetune.training.pipeline.stages import Cut, MemoryRule, check_cut, cut
@@ -59,7 +59,7 @@ def partition(
         saved = saved_bounds(checkpoint, method, stages, launch.world_size // stages, len(model.layers))
         return saved or cut(model.layers, costs, method, stages, micro_batches, memory)
 
-    decided = of_first(together(lambda: bounds() if leads() else []))
+    decided = by_first(bounds)
     return Cut(model.layers, costs, decided, micro_batches, transfer, method)
 
 

@@ -12,7 +12,9 @@ from transformers.trainer_callback import ExportableState
 from finetune.errors import RequestError
 from finetune.run.files import STATE_FILE
 from finetune.training.checkpoints.final import best_to_load
+from finetune.training.checkpoints.writing import read_together
 from finetune.training.pipeline.checkpoint import read_record
+from finetune.training.reshard.portable import Portable
 from finetune.training.reshard.resuming import read_for_pipeline
 from finetune.training.resuming import restore_callbacks
 
@@ -35,6 +37,13 @@ def save_checkpoint(trainer: Any) -> None:
 def resume(trainer: Any, folder: Path) -> TrainerState:
     """Resume from a checkpoint of any layout. Raises RequestError if the global batch size differs."""
     portable = read_for_pipeline(folder, trainer)
+    state = read_together(folder, lambda: _load(trainer, folder, portable))
+    if trainer.launch.speaks:
+        trainer.saves.keeper.go_on_from(folder, state.global_step)
+    return state
+
+
+def _load(trainer: Any, folder: Path, portable: Portable | None) -> TrainerState:
     if portable is None:
         record = read_record(folder)
         batch = record["global_batch_size"]
@@ -50,8 +59,6 @@ def resume(trainer: Any, folder: Path) -> TrainerState:
         trainer.checkpoints.load_portable(folder, portable)
     state = TrainerState.load_from_json(str(folder / STATE_FILE))
     restore_callbacks(trainer.handler.callbacks, state, trainer.args.restore_callback_states_from_checkpoint)
-    if trainer.launch.speaks:
-        trainer.saves.keeper.go_on_from(folder, state.global_step)
     return state
 
 
@@ -59,4 +66,4 @@ def load_best(trainer: Any) -> None:
     trainer.saves.beside.finish()
     best = best_to_load(Path(trainer.args.output_dir), trainer.state.best_model_checkpoint)
     if best is not None:
-        trainer.checkpoints.load_weights(best)
+        read_together(best, lambda: trainer.checkpoints.load_weights(best))

@@ -26,7 +26,7 @@ from finetune.run.flags.guards import GuardArguments
 from finetune.run.launch import Launch
 from finetune.training.checkpoints.identity import Identity
 from finetune.training.checkpoints.saves import Saves
-from finetune.training.checkpoints.writing import every
+from finetune.training.checkpoints.writing import every, together
 from finetune.training.evaluation import EvaluatesOnce
 from finetune.training.guards.nan_guard import NanGuard
 from finetune.training.guards.pipeline_adapter import PipelineSuspect
@@ -97,7 +97,7 @@ class PipelineTrainer(EvaluatesOnce):
         self.experts = StageExperts(self, {id(weight): name for name, weight in built.named.items()})
         self.checkpoints = Checkpoints(built, parts, model.save, processing_class, args.save_only_model)
         if weights is not None:
-            self.checkpoints.load_weights(weights)
+            together(lambda: self.checkpoints.load_weights(weights))
         torch.manual_seed(args.seed + launch.rank)  # every stage must draw different dropout masks
         self.speed = SpeedMeter(model.multiplied_parameters, launch.world_size)
         self.state, self.control = TrainerState(), TrainerControl()

@@ -16,7 +16,7 @@ from finetune.models.expert_layers import whole_names
 from finetune.run.files import STATE_FILE
 from finetune.run.launch import accelerate_uses_fsdp
 from finetune.safe_read import read_json_object
-from finetune.training.checkpoints.writing import leads, together
+from finetune.training.checkpoints.writing import by_first, leads, read_together, together
 from finetune.training.fsdp import clean, named_weights
 from finetune.training.reshard.expert_shards import fit_schedule, regrouped
 from finetune.training.reshard.links import Links
@@ -39,7 +39,7 @@ class Reshard(TrainerCallback):
     def __init__(self, trainer: Any, checkpoint: Path) -> None:
         self.trainer, self.folder, self.checkpoint = trainer, checkpoint, checkpoint
         self.portable: Portable | None = None
-        here, written = here_of(trainer), together(lambda: sharding_of(checkpoint))
+        here, written = here_of(trainer), read_together(checkpoint, lambda: sharding_of(checkpoint))
         self.links = Links(checkpoint, Path(trainer.args.output_dir), here.ranks)
         together(self._clear)
         stands = can_load_as_it_stands(written, here)
@@ -47,9 +47,9 @@ class Reshard(TrainerCallback):
             return
         if not stands:
             self.names = names_of(trainer)
-            self.portable = together(lambda: self._read(written, here))
+            self.portable = read_together(checkpoint, lambda: self._read(written, here))
         self.folder = self.links.folder
-        together(lambda: self._link(written) if leads() else None)
+        by_first(lambda: self._link(written))
 
     @property
     def moves(self) -> bool:
@@ -87,7 +87,7 @@ class Reshard(TrainerCallback):
             )
         load_everything(trainer, trainer.expert_parallel.as_here(portable) if trainer.expert_parallel else portable)
         if not by_engine:
-            own = together(lambda: load_pickle(self.folder / SCHEDULE))
+            own = read_together(self.checkpoint, lambda: load_pickle(self.folder / SCHEDULE))
             schedule = fit_schedule(own, len(innermost(trainer.optimizer).param_groups))
         trainer.lr_scheduler.load_state_dict(schedule)
         if leads():
@@ -122,11 +122,11 @@ def load_best(trainer: Any, checkpoint: Path) -> bool:
     is_found = not shards and any(next(checkpoint.glob(f"{name}*.safetensors"), None) for name in WEIGHT_FILES)
     if is_found or trainer.args.save_only_model or not checkpoint.is_dir():
         return False
-    written = together(lambda: sharding_of(checkpoint))
+    written = read_together(checkpoint, lambda: sharding_of(checkpoint))
     if can_load_as_it_stands(written, here_of(trainer)):
         return False
     names = names_of(trainer)
-    portable = together(lambda: read_any(checkpoint, written, names))
+    portable = read_together(checkpoint, lambda: read_any(checkpoint, written, names))
     load_weights(trainer.model, trainer.expert_parallel.as_here(portable) if trainer.expert_parallel else portable)
     return True
 
@@ -191,10 +191,13 @@ def groups_of(choice: tuple[Any, dict[str, Any]], decays: Mapping[str, bool], de
 
 def read_for_pipeline(checkpoint: Path, trainer: Any) -> Portable | None:
     """What another engine saved in `checkpoint`; None if a pipeline did. All ranks must call it."""
-    here, written = Sharding("pipeline", trainer.launch.world_size), together(lambda: sharding_of(checkpoint))
+    here, written = (
+        Sharding("pipeline", trainer.launch.world_size),
+        read_together(checkpoint, lambda: sharding_of(checkpoint)),
+    )
     if can_load_as_it_stands(written, here):
         return None
-    portable = together(lambda: read_any(checkpoint, written, names_in_pipeline(trainer)))
+    portable = read_together(checkpoint, lambda: read_any(checkpoint, written, names_in_pipeline(trainer)))
     say_move(checkpoint, portable, written, here)
     return portable
 
