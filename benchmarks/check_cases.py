@@ -605,7 +605,7 @@ ZERO = [
     ),
     Fault("norm switched off at stage 3", "DS507", "only at stages 1 and 2", zero(3, compute_grad_norm=False)),
     Fault("no ZeRO section", "DS508", 'Add "zero_optimization"', {"gradient_clipping": "auto"}, TRAINER),
-    Fault("experts spread under ZeRO-3", "DS509", "can neither export the experts nor", zero(3), {**FOUR, **EXPERTS}),
+    Fault("experts apart under ZeRO-3", "DS509", "can neither export the experts nor", zero(3), {**FOUR, **EXPERTS}),
     Fault("sums under ZeRO-3", "DS507", "refuses under ZeRO-3", {**zero(3), "gradient_allreduce_op": "sum"}),
 ]
 

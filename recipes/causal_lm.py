@@ -47,8 +47,8 @@ def main(run):
     # Train; evaluate the whole held-out text, each token once at any number of ranks, and answer its prompts if the
     # flags ask for that; then report.
     metrics = AnsweringTrainer.metrics_for(session, data)
-    spreads, seed = session.run.expert_parallel_size > 1, session.training.seed
-    samples = Samples(session[SampleArguments], session.folder, seed, data.is_chat, synced=spreads)
+    synced, seed = session.run.expert_parallel_size > 1, session.training.seed
+    samples = Samples(session[SampleArguments], session.folder, seed, data.is_chat, synced=synced)
     trainer = trainer_of(
         session,
         model,

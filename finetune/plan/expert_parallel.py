@@ -1,8 +1,8 @@
-"""A mixture whose experts are spread over ranks (--expert_parallel_size): what one of them holds.
+"""A mixture in expert parallelism (--expert_parallel_size): what one rank holds.
 
 Follows DeepSpeed's AutoEP (0.19.8, module_inject/auto_ep_layer.py, AutoEPMoELayer; moe/ep_experts.py, GroupedExperts):
 a layer's `gate_up_proj` becomes `w1` and `w3`, `down_proj` becomes `w2`, and the router's `gate` is `router.gate`.
-`finetune.plan.forward.spread_experts` has its operators.
+`finetune.plan.forward.expert_parallel` has its operators.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ MOST_RANKS = 4096  # the limit of curves and of proposed numbers of ranks
 SHOWN = 12  # of the fastest, besides the fastest of each layout
 TRAINER_ALONE = "none"
 NOT_SHARED = (TRAINER_ALONE, "zeropp", "pipeline")  # layouts without shared texts and tiled MLPs
-SPREAD = ("zero1", "zero2")  # layouts with spread experts
+EXPERT_PARALLEL = ("zero1", "zero2", "zero2_offload")  # layouts with expert parallelism
 NOT_EVERYWHERE = (
     "pipeline is for GPT-lites, zeropp for several nodes of GPUs, and some models cannot be sharded by ZeRO-3"
 )
@@ -184,7 +184,7 @@ def goes_with(job: Job, layout: str) -> bool:
     """Whether recipes train such a job under a shipped config."""
     if (job.sequence_parallel_size > 1 or job.tiled_mlp_num_shards) and layout in NOT_SHARED:
         return False
-    if job.expert_parallel_size > 1 and layout not in SPREAD:
+    if job.expert_parallel_size > 1 and layout not in EXPERT_PARALLEL:
         return False
     return job.model.shards or laid_out(job, layout).zero.stage < 3
 

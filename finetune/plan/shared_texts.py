@@ -13,7 +13,7 @@ from finetune.plan.values import TILED_MLP
 from finetune.run.engine import deepspeed_config_of
 from finetune.run.facts import check_offloaded, checkpoints_on_host
 from finetune.run.flags.expert_parallel import check_experts
-from finetune.run.flags.groups import is_on
+from finetune.run.flags.groups import GROUPS, is_on
 from finetune.run.flags.sequence_parallel import check_heads
 from finetune.run.run import Run
 
@@ -23,9 +23,12 @@ ASSUMED = {"sequence_parallel_size": "zero3", "expert_parallel_size": "zero2", "
 
 def with_deepspeed(run: Run, device: str, notes: list[str]) -> Run:
     """The run with DeepSpeed, if its flags need it, also where layouts are searched; adds a note. Raises RequestError
-    for what needs a GPU."""
+    for what needs a GPU, and for texts and experts that ranks share at once."""
     if device == "cpu":
         check_offloaded(run)
+    if all(is_on(run, name) for name in GROUPS):
+        said = " and ".join(map(run.said, GROUPS))
+        raise RequestError(f"{said}: they train together, but are planned one at a time. Drop one of the two to plan.")
     name = next((name for name in ASSUMED if is_on(run, name)), None)
     if name is None or deepspeed_config_of(run):
         return run

@@ -129,7 +129,7 @@ class Network:
 
     def zero12(self) -> Traffic:
         """stage_1_and_2.py: gradients are copied into buckets (reduce_independent_p_g_buckets_and_remove_grads), each
-        of which is divided, flattened and reduced over all ranks, experts that are spread over those that hold the same
+        of which is divided, flattened and reduced over all ranks, experts over those that hold the same
         (allreduce_bucket); this rank's part is copied out. After the optimizer, flat groups are gathered. ZeRO-1
         reduces in the last micro-batch only."""
         apart = sum(tensor.elements for tensor in self.weights.trained if tensor.holders > 1)

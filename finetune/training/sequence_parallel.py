@@ -19,21 +19,21 @@ from typing import Any
 
 import torch
 from torch import distributed
+from transformers import TrainerCallback
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from finetune.data.sampling import GlobalBatchSampler
 from finetune.data.shares import WHOLE_POSITIONS, SharedRows, SharedTexts
 
 
-class SequenceParallel:
+class SequenceParallel(TrainerCallback):
     """Sequence parallelism of one trainer; `size` ranks share a text, and a size of 1 changes nothing."""
 
     def __init__(self, size: int, args: Any, accelerator: Any) -> None:
-        self.size, self.args = size, args
+        self.size, self.args, self.accelerator = size, args, accelerator
         if size > 1:  # accelerate has filled in its config by now
             settle_batch(accelerator.state.deepspeed_plugin.deepspeed_config, size, args.world_size)
-            # Or the parts of a text, and its heads, would have the same dropout masks.
-            torch.manual_seed(args.seed + args.process_index % size)
+        self.draws_apart = size == 1
         self.positions: Any = None  # of the current micro-batch, on this rank: (B, T / size)
         self.mask: Any = None  # for all its tokens (B, 1, T, T), if it holds documents to keep apart
 
@@ -45,6 +45,21 @@ class SequenceParallel:
     @property
     def reader(self) -> int:
         return int(self.args.process_index) // self.size
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Before the first step: give ranks that share a text different random states, or its parts, and its heads,
+        would have the same dropout masks. Those of a checkpoint, which are loaded by now, differ if the ranks that
+        wrote it shared texts alike, and stay; those of a new run, or of another layout, do not all differ."""
+        if self.draws_apart:
+            return
+        self.draws_apart = True
+        with torch.random.fork_rng(devices=[]):
+            drawn = torch.randint(2**62, (1,))
+        every = self.accelerator.gather(drawn.to(args.device)).tolist()
+        place = args.process_index % self.size
+        group = every[args.process_index - place :][: self.size]
+        if len(set(group)) < self.size:
+            torch.manual_seed(group[place] + place)
 
     def sampler(self, sampler: GlobalBatchSampler) -> Any:
         return sampler if self.size == 1 else SharedRows(sampler, self.args.train_batch_size, self.size)

@@ -294,7 +294,7 @@ def _opening_line(session: Session, deepspeed: str | None) -> str:
     groups = f" = {stages} stage(s) x {ranks} pipeline(s)" if stages else ""
     groups = f" = {ranks} group(s) of {shared} that share each text" if shared > 1 else groups
     experts = session.run.expert_parallel_size
-    groups = f", each group of {experts} holds all experts," if experts > 1 else groups
+    groups += f", each group of {experts} holds all experts," if experts > 1 else ""
     total = training.train_batch_size * accumulation * ranks
     batch = f"{training.train_batch_size} x {accumulation} x {ranks} = {total}"
     return f"run: {launch.world_size} rank(s){groups} on {device}; {engine}; {precision}; global batch {batch}"

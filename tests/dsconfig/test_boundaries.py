@@ -343,8 +343,7 @@ ZERO: list[Case] = [
         (0, 2, E), (1, 2, None), (2, 4, None), (3, 2, E), (3, 1, None))),
     *(("DS509", severity, {**zero(2), "optimizer": {"type": "AdamW", "params": {"lr": rate}}},
        {**FOUR, "expert_parallel_size": 2}) for rate, severity in (("auto", None), (5e-5, E))),
-    *(("DS509", severity, zero(2, offload_optimizer={"device": device}), {**FOUR, "expert_parallel_size": size})
-      for device, size, severity in (("cpu", 2, E), ("nvme", 2, E), ("cpu", 1, None))),
+    ("DS509", None, zero(2, offload_optimizer={"device": "cpu"}), {**FOUR, "expert_parallel_size": 2}),
     *(("DS509", severity, {**zero(stage), "bf16": {"enabled": "auto"}, "data_types": {"grad_accum_dtype": kind}},
        {**FOUR, **asked(bf16=bf16), "expert_parallel_size": 2}) for stage, kind, bf16, severity in (
         (1, "fp32", True, E), (1, "fp32", False, None), (1, "bf16", True, None), (2, "fp32", True, None))),

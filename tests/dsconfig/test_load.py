@@ -109,7 +109,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         read(tmp_path / "big.json")
 
 
-def test_gradients_of_spread_experts_are_reduced_within_their_group() -> None:
+def test_gradients_of_experts_are_reduced_within_their_group() -> None:
     """Any other way, DeepSpeed adds up those of different experts."""
     told = {"zero_optimization": {"stage": 1, "reduce_scatter": False, "contiguous_gradients": False}}
     config = resolve({**told, "prescale_gradients": True}, a_run(expert_parallel_size=2))

@@ -1,4 +1,4 @@
-"""Which models DeepSpeed's AutoEP can spread over ranks, and the names of their weights."""
+"""Which models DeepSpeed's AutoEP can train in expert parallelism, and the names of their weights."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from finetune.errors import RequestError
 from finetune.plan.from_run import job_of
 from finetune.plan.machine import find_machine
 from finetune.run.facts import check_scratch
-from finetune.run.flags import expert_parallel as spread
-from finetune.run.flags.experts import REFUSED
+from finetune.run.flags import experts
+from finetune.run.flags.expert_parallel import REFUSED, check_experts, expert_faults_here, look_at_experts
 from finetune.run.launch import Launch
 from finetune.run.recipes.causal_lm import CAUSAL_LM
 from finetune.run.recipes.causal_lm_pipeline import CAUSAL_LM_PIPELINE
@@ -71,13 +71,13 @@ def test_a_mixture_from_scratch_is_planned_with_all_its_experts_and_a_loss_in_ch
     assert job.loss_chunk_tokens == 2048
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", experts.REFUSED)
 def test_flags_that_the_loss_does_not_go_with_are_refused_before_anything_is_loaded(name: str) -> None:
     """Whether a flag asks for the loss, or the model's config."""
     flag = (f"--{name}", {"teacher": "a-model"}.get(name, "True"))
-    experts = ("--config_overrides", "num_experts=4", "--router_aux_loss_coef", "0.1")
-    for words in (TINY, experts):
-        with pytest.raises(RequestError, match=f"--{name} is.*{REFUSED[name]}. Drop it, or give --router_aux"):
+    mixed = ("--config_overrides", "num_experts=4", "--router_aux_loss_coef", "0.1")
+    for words in (TINY, mixed):
+        with pytest.raises(RequestError, match=f"--{name} is.*{experts.REFUSED[name]}. Drop it, or give --router_aux"):
             run_of(*words, *flag)
     run_of(*TINY, "--router_aux_loss_coef", "0", *flag)
     run_of(*flag)
@@ -95,32 +95,32 @@ def test_so_are_reentrant_checkpoints_and_a_model_without_experts(tmp_path: Path
     run_of("--model_name_or_path", str(tmp_path), "--router_aux_loss_coef", "0.1")
 
 
-SPREAD = ("--expert_parallel_size", "2")
+PARALLEL = ("--expert_parallel_size", "2")
 
 
-@pytest.mark.parametrize("name", spread.REFUSED)
-def test_flags_that_spread_experts_do_not_go_with_are_refused(name: str) -> None:
-    values = {"sequence_parallel_size": "2", "teacher": "a-model"}
+@pytest.mark.parametrize("name", REFUSED)
+def test_flags_that_expert_parallelism_does_not_go_with_are_refused(name: str) -> None:
+    values = {"teacher": "a-model"}
     more = ("--max_steps", "3", "--train_file", "a.txt") if name == "streaming" else ()
-    with pytest.raises(RequestError, match=f"--{name} is.*--expert_parallel_size is 2.*{spread.REFUSED[name]}"):
-        run_of(*TINY, *SPREAD, f"--{name}", values.get(name, "True"), *more, ranks=2)
+    with pytest.raises(RequestError, match=f"--{name} is.*--expert_parallel_size is 2.*{REFUSED[name]}"):
+        run_of(*TINY, *PARALLEL, f"--{name}", values.get(name, "True"), *more, ranks=2)
 
 
 def test_ranks_are_a_multiple_of_those_that_hold_all_experts() -> None:
     with pytest.raises(RequestError, match=r"has 3 ranks, which is not a multiple of 2.*launch with 4 ranks"):
-        run_of(*TINY, *SPREAD, ranks=3)
+        run_of(*TINY, *PARALLEL, ranks=3)
     with pytest.raises(RequestError, match="each stage of a pipeline holds all experts of its layers"):
-        run_of(*SPREAD, recipe=CAUSAL_LM_PIPELINE, ranks=2)
+        run_of(*PARALLEL, recipe=CAUSAL_LM_PIPELINE, ranks=2)
 
 
-def test_spread_experts_need_several_ranks_deepspeed_and_something_to_train() -> None:
+def test_expert_parallelism_needs_several_ranks_deepspeed_and_something_to_train() -> None:
     def faults(*argv: str, ranks: int = 2, config: str | None = "zero2") -> str:
-        return " ".join(spread.expert_faults_here(run_of(*TINY, *SPREAD, *argv, ranks=ranks), config))
+        return " ".join(expert_faults_here(run_of(*TINY, *PARALLEL, *argv, ranks=ranks), config))
 
     assert faults() == ""
     assert "Launch with `deepspeed --num_gpus 2`" in faults(ranks=1)
     assert "Add --deepspeed zero2" in faults(config=None)
-    assert "which spreads experts in training" in faults("--do_train", "False")
+    assert "which divides experts among ranks in training" in faults("--do_train", "False")
 
 
 @pytest.mark.parametrize(
@@ -132,23 +132,24 @@ def test_spread_experts_need_several_ranks_deepspeed_and_something_to_train() ->
 )
 def test_ranks_share_experts_evenly(argv: tuple[str, ...], said: str) -> None:
     with pytest.raises(RequestError, match=said):
-        spread.look_at_experts(run_of(*argv, *SPREAD, ranks=2))
-    spread.look_at_experts(run_of(*TINY, *SPREAD, ranks=2))
+        look_at_experts(run_of(*argv, *PARALLEL, ranks=2))
+    look_at_experts(run_of(*TINY, *PARALLEL, ranks=2))
     with pytest.raises(RequestError, match="adds noise in training"):
-        spread.check_experts({"num_local_experts": 8, "router_jitter_noise": 0.1}.get, 2)
+        check_experts({"num_local_experts": 8, "router_jitter_noise": 0.1}.get, 2)
 
 
-def test_a_plan_refuses_experts_that_a_run_could_not_spread() -> None:
-    """Models other than the planned ones, too: gpt-oss is not spread, and OLMoE is, but only traced."""
+def test_a_plan_refuses_experts_that_a_run_could_not_divide() -> None:
+    """Models other than the planned ones, too: gpt-oss does not train in expert parallelism, and OLMoE does, but is
+    only traced."""
     for words, said in (
         ((*TINY, "--config_overrides", "num_experts=5"), "does not divide the model's 5 experts"),
         ((*TINY, "--deepspeed", "zero3"), "DS509"),
-        ((*TINY, "--deepspeed", "zero2_offload"), "DS509"),
+        ((*TINY, "--sequence_parallel_size", "2"), "they train together, but are planned one at a time"),
         (("--model_name_or_path", "gpt-oss-20b"), "planned for mixtral and qwen3_moe only"),
         (("--model_name_or_path", "Llama-3.2-1B"), "the model has no experts"),
     ):
         with pytest.raises(RequestError, match=said):
-            job_of(run_of(*SPREAD, *words, ranks=2), find_machine("H100-80GB"))
+            job_of(run_of(*PARALLEL, *words, ranks=2), find_machine("H100-80GB"))
 
 
 def test_the_loss_is_only_for_training_and_not_negative() -> None:

@@ -73,6 +73,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [(draw.choices(words, k=draw.choice([1, 4])), draw.choices(words, k=draw.choice([1, 9]))) for _ in range(90)]
     lines = [json.dumps({"prompt": " ".join(asked), "completion": f" {' '.join(said)}"}) for asked, said in rows]
     (folder / "rows.jsonl").write_text("\n".join(lines))
+    config = json.loads((REPO / "ds_configs/zero2_offload.json").read_text())
+    config["zero_optimization"]["stage"] = 1
+    (folder / "zero1_offload.json").write_text(json.dumps(config))
     letters = [json.dumps({"text": draw.choice("ab") * draw.choice([5, 30])}) for _ in range(90)]
     (folder / "letters.jsonl").write_text("\n".join(letters))
     return folder
@@ -96,6 +99,8 @@ def trained(home: Path) -> Callable[..., Finished]:
         key = repr((ranks, model, folder, sorted(values.items())))
         if key not in made:
             flags = {"train_file": home / "rows.jsonl", "model_name_or_path": saved(home / model, model), **values}
+            if (own := home / f"{values['deepspeed']}.json").is_file():
+                flags["deepspeed"] = own
             launcher = "python" if ranks == 1 else "torchrun"
             place = folder or Path(tempfile.mkdtemp(dir=home)) / "run"
             made[key] = launch(launcher, place, {**ROUTED, **flags}, ranks=ranks, recipe=RECIPE)
@@ -205,7 +210,7 @@ def test_a_tiny_mixture_from_scratch_trains_saves_and_resumes(tmp_path: Path) ->
 
 
 CLIPPED, BY_GRADIENT = {"max_grad_norm": 0.1}, {"optim": "sgd", "learning_rate": 0.1, "adam_epsilon": None}
-SPREAD = [
+PARALLEL = [
     # model, ranks, ranks that hold all experts, engine, accumulation, more
     ("qwen3_moe", 4, 2, "zero2", 1, {**ONE_A_BLOCK, **CLIPPED}),
     ("mixtral", 2, 2, "zero1", 2, PACKED),
@@ -214,10 +219,13 @@ SPREAD = [
     ("qwen3_moe", 4, 4, "zero1", 1, {**ONE_A_BLOCK, **BY_GRADIENT}),
     ("mixtral", 2, 2, "zero2", 2, {**PACKED, **CLIPPED, **EXTRAS["checkpointing"]}),
     ("qwen3_moe", 2, 2, "zero2", 1, {**ONE_A_BLOCK, **EXTRAS["a loss in chunks"]}),
+    ("mixtral", 2, 2, "zero2_offload", 2, {**PACKED, **CLIPPED}),
+    ("qwen3_moe", 4, 2, "zero2_offload", 1, ONE_A_BLOCK),
+    ("mixtral", 4, 4, "zero1_offload", 1, ONE_A_BLOCK),
 ]
 
 
-@pytest.mark.parametrize(("model", "ranks", "size", "config", "steps", "more"), gate_has(SPREAD[:1], SPREAD))
+@pytest.mark.parametrize(("model", "ranks", "size", "config", "steps", "more"), gate_has(PARALLEL[:1], PARALLEL))
 def test_ranks_that_hold_different_experts_train_as_one_process_does(
     model: str, ranks: int, size: int, config: str, steps: int, more: Any, trained: Callable[..., Finished]
 ) -> None:
@@ -233,6 +241,9 @@ SHARED = [
     ("mixtral", 2, 2, "zero3", 2, ONE_A_BLOCK),
     ("mixtral", 2, 2, "zero2", 4, {**ONE_A_BLOCK, **NO_LOSS}),
     ("qwen3_moe", 4, 2, "zero2", 1, PACKED),
+    ("qwen3_moe", 4, 2, "zero2", 1, {**PACKED, "expert_parallel_size": 2}),
+    ("mixtral", 4, 2, "zero1", 2, {**ONE_A_BLOCK, "expert_parallel_size": 4}),
+    ("qwen3_moe", 2, 2, "zero2_offload", 2, {**PACKED, **CLIPPED, "expert_parallel_size": 2}),
 ]
 
 
@@ -240,7 +251,8 @@ SHARED = [
 def test_ranks_that_share_texts_train_a_mixture_as_one_process_does(
     model: str, ranks: int, size: int, config: str, steps: int, more: Any, trained: Callable[..., Finished]
 ) -> None:
-    truth = trained(model=model, deepspeed="none", per_device_train_batch_size=GLOBAL_BATCH, **more)
+    whole = {name: value for name, value in more.items() if name != "expert_parallel_size"}
+    truth = trained(model=model, deepspeed="none", per_device_train_batch_size=GLOBAL_BATCH, **whole)
     layout = {"gradient_accumulation_steps": steps, "deepspeed": config, "sequence_parallel_size": size}
     micro = GLOBAL_BATCH * size // (ranks * steps)
     run = trained(ranks, model=model, per_device_train_batch_size=micro, **layout, **more)
@@ -255,13 +267,29 @@ def for_the_first(model: Any) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("config", ["zero1", "zero2"])
-def test_a_rank_whose_experts_get_no_token_trains_on(config: str, home: Path, trained: Callable[..., Finished]) -> None:
-    flags = {"model_name_or_path": saved(home / "for_the_first", "mixtral", for_the_first), **ONE_A_BLOCK}
-    truth = trained(deepspeed="none", per_device_train_batch_size=2, **flags)
-    run = trained(2, deepspeed=config, expert_parallel_size=2, per_device_train_batch_size=1, **flags)
-    assert_same(run, truth)
-    assert run.column("experts_idle") == [0.75] * 3
+@pytest.mark.parametrize(
+    ("ranks", "config", "more"),
+    [(2, "zero1", BY_GRADIENT), (2, "zero2", BY_GRADIENT), (4, "zero2", BY_GRADIENT), (2, "zero2_offload", {})],
+)
+def test_ranks_whose_experts_get_no_token_train_and_go_on(
+    ranks: int, config: str, more: Any, home: Path, trained: Callable[..., Finished], tmp_path: Path
+) -> None:
+    """SGD's weights show each gradient."""
+    flags = {"model_name_or_path": saved(home / "for_the_first", "mixtral", for_the_first), **ONE_A_BLOCK, **more}
+    flags |= {"save_strategy": "steps", "save_steps": 2}
+    layout = {"deepspeed": config, "expert_parallel_size": ranks, "per_device_train_batch_size": GLOBAL_BATCH // ranks}
+    truth, run = trained(**ALONE, **flags), trained(ranks, **layout, **flags)
+    folder = shutil.copytree(run.folder, tmp_path / "again")
+    shutil.rmtree(folder / "checkpoint-3")
+    again = trained(ranks, folder=folder, resume="auto", **layout, **flags)
+    assert "going on from checkpoint-2" in again.output
+    for one in (run, again):
+        assert_same(one, truth)
+        tokens = torch.tensor(one.json("experts.json")["tokens"])
+        assert tokens[:, :2].all()
+        assert not tokens[:, 2:].any()
+        assert one.column("experts_idle") == [0.75] * 3
+    assert different_weights(again.folder, run.folder) == []
 
 
 def ending(model: Any) -> None:
@@ -294,16 +322,19 @@ def not_opened(final: Path, checkpoint: Path) -> list[str]:
     return [name for name, weight in model.state_dict().items() if not torch.equal(weight, there[name])]
 
 
-@pytest.mark.parametrize("config", gate_has("zero2", ["zero1", "zero2"]))
-def test_spread_experts_go_on_bit_equal_and_at_another_layout(
+OVER_TWO = {"expert_parallel_size": 2, "deepspeed": "zero2", "per_device_train_batch_size": 2}
+SHARDED = {"deepspeed": "zero3", "per_device_train_batch_size": 2}
+ALONE = {"deepspeed": "none", "per_device_train_batch_size": GLOBAL_BATCH}
+
+
+@pytest.mark.parametrize("config", gate_has("zero2", ["zero1", "zero2", "zero2_offload", "zero1_offload"]))
+def test_expert_parallelism_goes_on_bit_equal_and_at_another_layout(
     config: str, trained: Callable[..., Finished], tmp_path: Path
 ) -> None:
     """The evaluation at the end, too, is that of one process."""
     saves = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "do_eval": True, "eval_strategy": "no"}
-    spread = {"expert_parallel_size": 2, "deepspeed": config, "per_device_train_batch_size": 2}
-    alone = {"deepspeed": "none", "per_device_train_batch_size": GLOBAL_BATCH}
-    truth = trained(**alone, **PACKED, **saves)
-    whole = trained(2, **spread, **PACKED, **saves)
+    divided = {**OVER_TWO, "deepspeed": config}
+    truth, whole = trained(**ALONE, **PACKED, **saves), trained(2, **divided, **PACKED, **saves)
     assert whole.json("eval_results.json")["eval_loss"] == pytest.approx(
         truth.json("eval_results.json")["eval_loss"], rel=1e-5
     )
@@ -313,8 +344,9 @@ def test_spread_experts_go_on_bit_equal_and_at_another_layout(
     )
     assert exported.notes == []
     assert {name: one.read().equal(there[name]) for name, one in exported.weights.items()} == dict.fromkeys(there, True)
-    layouts = {"again": (whole, 2, spread), "alone": (whole, 1, alone), "spread": (truth, 2, spread)}
-    layouts["sharded"] = (whole, 2, {"deepspeed": "zero3", "per_device_train_batch_size": 2})
+    layouts = {"again": (whole, 2, divided), "alone": (whole, 1, ALONE), "divided": (truth, 2, divided)}
+    layouts["sharded"] = (whole, 2, SHARDED)
+    layouts["undivided"] = (whole, 2, {"deepspeed": config, "per_device_train_batch_size": 2})
     for name, (first, ranks, values) in layouts.items():
         folder = shutil.copytree(first.folder, tmp_path / name)
         shutil.rmtree(folder / "checkpoint-4")
@@ -328,17 +360,31 @@ def test_spread_experts_go_on_bit_equal_and_at_another_layout(
     assert not_opened(whole.folder, whole.folder / "checkpoint-4") == []
 
 
-SPREAD_OVER_TWO = {"expert_parallel_size": 2, "deepspeed": "zero2", "per_device_train_batch_size": 2}
-SHARDED = {"deepspeed": "zero3", "per_device_train_batch_size": 2}
-ALONE = {"deepspeed": "none", "per_device_train_batch_size": GLOBAL_BATCH}
-
-
 @pytest.mark.nightly
-def test_experts_spread_over_two_ranks_go_on_over_four_and_back(
+def test_ranks_that_share_texts_and_experts_go_on_bit_equal_and_at_another_layout(
     trained: Callable[..., Finished], tmp_path: Path
 ) -> None:
     saves = {**PACKED, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    layouts = {size: {**SPREAD_OVER_TWO, "expert_parallel_size": size} for size in (2, 4)}
+    texts = {"sequence_parallel_size": 2, "deepspeed": "zero2", "per_device_train_batch_size": GLOBAL_BATCH}
+    both = {**texts, "expert_parallel_size": 2}
+    truth, whole = trained(**ALONE, **saves), trained(2, **both, **saves)
+    layouts = {"again": (whole, 2, both), "alone": (whole, 1, ALONE), "both": (truth, 2, both)}
+    layouts |= {"texts": (whole, 2, texts), "experts": (whole, 2, OVER_TWO)}
+    for name, (first, ranks, values) in layouts.items():
+        folder = shutil.copytree(first.folder, tmp_path / name)
+        shutil.rmtree(folder / "checkpoint-4")
+        run = trained(ranks, folder=folder, resume="auto", **saves, **values)
+        assert "going on from checkpoint-2" in run.output
+        for figure in ("loss", "grad_norm", "router_loss"):
+            assert run.column(figure)[-2:] == pytest.approx(truth.column(figure)[-2:], rel=1e-5), (name, figure)
+        if name == "again":
+            assert different_weights(run.folder, whole.folder) == []
+
+
+@pytest.mark.nightly
+def test_experts_of_two_ranks_go_on_over_four_and_back(trained: Callable[..., Finished], tmp_path: Path) -> None:
+    saves = {**PACKED, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    layouts = {size: {**OVER_TWO, "expert_parallel_size": size} for size in (2, 4)}
     layouts[4]["per_device_train_batch_size"] = 1
     truth, wholes = trained(**ALONE, **saves), {size: trained(size, **layouts[size], **saves) for size in layouts}
     for size, other in ((2, 4), (4, 2)):
@@ -351,16 +397,18 @@ def test_experts_spread_over_two_ranks_go_on_over_four_and_back(
 
 
 @pytest.mark.nightly
-def test_the_best_checkpoint_of_spread_experts_is_the_final_model_at_any_layout(
-    trained: Callable[..., Finished], tmp_path: Path
+@pytest.mark.parametrize("config", ["zero2", "zero2_offload"])
+def test_the_best_checkpoint_of_expert_parallelism_is_the_final_model_at_any_layout(
+    config: str, trained: Callable[..., Finished], tmp_path: Path
 ) -> None:
     """The best is the first: the highest loss counts."""
     saves = {**PACKED, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "do_eval": True}
     saves |= {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
     saves |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
-    whole, alone = trained(2, **SPREAD_OVER_TWO, **saves), trained(**ALONE, **saves)
-    layouts = {"again": (whole, 2, SPREAD_OVER_TWO), "alone": (whole, 1, ALONE), "sharded": (whole, 2, SHARDED)}
-    layouts["spread"] = alone, 2, SPREAD_OVER_TWO
+    divided = {**OVER_TWO, "deepspeed": config}
+    whole, alone = trained(2, **divided, **saves), trained(**ALONE, **saves)
+    layouts = {"again": (whole, 2, divided), "alone": (whole, 1, ALONE), "sharded": (whole, 2, SHARDED)}
+    layouts["divided"] = alone, 2, divided
     assert not_opened(whole.folder, whole.folder / "checkpoint-2") == []
     assert not_opened(whole.folder, whole.folder / "checkpoint-4") != []
     for name, (first, ranks, layout) in layouts.items():
@@ -372,11 +420,12 @@ def test_the_best_checkpoint_of_spread_experts_is_the_final_model_at_any_layout(
 
 
 @pytest.mark.nightly
-def test_spread_experts_train_in_bf16_as_whole_ones_do(trained: Callable[..., Finished]) -> None:
-    layout = {"per_device_train_batch_size": 2, "deepspeed": "zero2", "bf16": True}
-    whole, spread = (trained(2, **layout, **ONE_A_BLOCK, expert_parallel_size=size) for size in (1, 2))
+@pytest.mark.parametrize("config", ["zero2", "zero2_offload"])
+def test_expert_parallelism_trains_in_bf16_as_whole_experts_do(config: str, trained: Callable[..., Finished]) -> None:
+    layout = {"per_device_train_batch_size": 2, "deepspeed": config, "bf16": True}
+    whole, divided = (trained(2, **layout, **ONE_A_BLOCK, expert_parallel_size=size) for size in (1, 2))
     for figure in ("loss", "grad_norm", "router_loss"):
-        assert spread.column(figure) == pytest.approx(whole.column(figure), rel=0.01), figure
+        assert divided.column(figure) == pytest.approx(whole.column(figure), rel=0.01), figure
 
 
 def test_a_run_that_ends_before_its_first_log_shows_the_load_all_the_same(tmp_path: Path) -> None:

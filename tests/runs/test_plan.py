@@ -19,6 +19,7 @@ from finetune.plan.job import DEEPSPEED, FSDP, Job
 from finetune.plan.machine import find_machine
 from finetune.plan.memory import plan_memory
 from finetune.plan.model import is_block_linear, model_of, with_lora
+from finetune.plan.optimizers import Optimizer
 from finetune.plan.values import Lora
 from finetune.plan.zero import read_zero
 
@@ -102,6 +103,7 @@ def assert_taken(config: dict[str, Any], values: dict[str, Any], folder: Path) -
     assert found.step_peak.bytes == pytest.approx(max(got.peak_bytes), rel=0.01)
 
 
+CPU_ADAM = Optimizer("cpu_adam")
 SMALL = {"reduce_bucket_size": 100_000, "stage3_prefetch_bucket_size": 50_000, "stage3_max_live_parameters": 100_000,
          "stage3_param_persistence_threshold": 1000, "stage3_max_reuse_distance": 0,
          "stage3_gather_16bit_weights_on_model_save": True}  # fmt: skip
@@ -142,9 +144,11 @@ def test_ranks_that_share_texts_take_what_is_planned(
 def assert_shared(config: dict[str, Any], stage: int, values: dict[str, Any], folder: Path, exact: float) -> None:
     batch = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
     deepspeed: dict[str, Any] = dict.fromkeys(batch, "auto")
-    deepspeed |= {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": stage, **(SMALL if stage else {})}}
-    zero = read_zero(Config(deepspeed), config["hidden_size"], 1.0, values.get("precision", "fp32"))
-    job = Job(model_of(config), DEEPSPEED, zero, device="cpu", **{"world_size": 2, **values})
+    offload = {"offload_optimizer": {"device": "cpu"}} if values.get("optimizer") == CPU_ADAM else {}
+    zero = {"stage": stage, **(SMALL if stage else {}), **offload}
+    deepspeed |= {"bf16": {"enabled": "auto"}, "zero_optimization": zero}
+    read = read_zero(Config(deepspeed), config["hidden_size"], 1.0, values.get("precision", "fp32"))
+    job = Job(model_of(config), DEEPSPEED, read, device="cpu", **{"world_size": 2, **values})
     job = replace(job, ranks_per_node=job.world_size)
     ranks = [plan_memory(job, find_machine("cpu"), rank) for rank in range(job.world_size)]
     got = measure(job, deepspeed, folder)
@@ -182,8 +186,10 @@ MIXTRAL = {**QWEN, "model_type": "mixtral", "num_local_experts": 4, "sliding_win
         (MIXTRAL, 1, {"world_size": 4, "expert_parallel_size": 4, "micro_batch": 2}),
         (MIXTRAL, 2, {"checkpoint_interval": 1, "loss_chunk_tokens": 64, "micro_batch": 4}),
         (QWEN, 2, {"precision": "bf16", "micro_batch": 4}),
+        (QWEN, 2, {"micro_batch": 4, "optimizer": CPU_ADAM}),
+        (MIXTRAL, 1, {"world_size": 4, "accumulation": 2, "micro_batch": 2, "optimizer": CPU_ADAM}),
     ],
-    ids=["ZeRO-2", "ZeRO-1", "pairs of pairs", "an expert a rank", "recomputed", "bf16"],
+    ids=["ZeRO-2", "ZeRO-1", "pairs of pairs", "an expert a rank", "recomputed", "bf16", "offload", "offload, pairs"],
 )
 def test_ranks_that_share_experts_take_what_is_planned(
     config: dict[str, Any], stage: int, values: dict[str, Any], tmp_path: Path

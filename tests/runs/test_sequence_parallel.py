@@ -130,15 +130,16 @@ def test_each_gradient_is_that_of_one_process(home: Path) -> None:
 def test_a_checkpoint_goes_on_bit_equal_and_at_another_layout(
     config: str, home: Path, trained: Callable[..., Finished], tmp_path: Path
 ) -> None:
-    """The evaluation at the end, too, is that of one process."""
+    """The evaluation at the end, too, is that of one process. Ranks that begin to share texts draw different dropout
+    masks, and so have different random states."""
     saves = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "do_eval": True, "eval_strategy": "no"}
     shared = {"sequence_parallel_size": 2, "deepspeed": config, "per_device_train_batch_size": 4}
-    truth = trained(per_device_train_batch_size=4, **PACKED, **saves)
-    whole = trained(2, **PACKED, **saves, **shared)
-    layouts = {"shared": (2, shared), "spread": (2, {"deepspeed": config, "per_device_train_batch_size": 2})}
-    layouts["alone"] = (1, {"per_device_train_batch_size": 4})
-    for name, (ranks, values) in layouts.items():
-        folder = shutil.copytree(whole.folder, tmp_path / name)
+    apart, alone = {"deepspeed": config, "per_device_train_batch_size": 2}, {"per_device_train_batch_size": 4}
+    truth, whole = trained(**alone, **PACKED, **saves), trained(2, **PACKED, **saves, **shared)
+    layouts = {"shared": (whole, 2, shared), "apart": (whole, 2, apart), "alone": (whole, 1, alone)}
+    layouts["from whole texts"] = trained(2, **PACKED, **saves, **apart), 2, shared
+    for name, (first, ranks, values) in layouts.items():
+        folder = shutil.copytree(first.folder, tmp_path / name)
         shutil.rmtree(folder / "checkpoint-4")
         run = trained(ranks, folder=folder, resume="auto", **PACKED, **saves, **values)
         assert "going on from checkpoint-2" in run.output
@@ -147,6 +148,9 @@ def test_a_checkpoint_goes_on_bit_equal_and_at_another_layout(
         assert run.json("eval_results.json")["eval_loss"] == pytest.approx(eval_loss, rel=1e-5)
         if name == "shared":
             assert different_weights(run.folder, whole.folder) == []
+        if values is shared:
+            states = (folder / f"checkpoint-4/rng_state_{rank}.pth" for rank in range(2))
+            assert not torch.equal(*(torch.load(one, weights_only=False)["cpu"] for one in states)), name
 
 
 @pytest.mark.nightly

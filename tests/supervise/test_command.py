@@ -13,7 +13,7 @@ from finetune.supervise.command import read_command
 ELASTIC = "torchrun --nnodes 1:4 --nproc_per_node 8"
 RECIPE = "recipes/seq_cls.py --output_dir runs/mine"
 PIPELINE = "recipes/causal_lm_pipeline.py --pipeline_parallel_size 2"
-SPREAD = "recipes/causal_lm.py --expert_parallel_size 2 --model_size moe-tiny --deepspeed zero2"
+EXPERTS = "recipes/causal_lm.py --expert_parallel_size 2 --model_size moe-tiny --deepspeed zero2"
 SHIPPED = REPO / "recipes" / "launch"
 
 
@@ -128,7 +128,7 @@ def test_the_module_of_torchrun_is_known_too(tmp_path: Path) -> None:
             r"on 1 host\(s\) .* shards over several",
         ),
         (
-            f"torchrun --nnodes 1:4 {SPREAD}",
+            f"torchrun --nnodes 1:4 {EXPERTS}",
             r"on 1 host\(s\) .* groups of 2",
         ),
         (f"torchrun --nnodes 1:2 {RECIPE} --lerning_rate 3", "^--lerning_rate"),

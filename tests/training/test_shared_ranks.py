@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -9,16 +10,34 @@ import torch
 from finetune.measure.memory import Allocations
 from finetune.training.sequence_parallel import SequenceParallel, document_mask
 
+STATE = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config={}))
+
+
+def drawn_in_the_first_step(rank: int, every: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """What one of four ranks draws, two to a text, whose state before the step is that of seed 3; `every` makes what
+    all ranks would draw from what this one would."""
+    args = SimpleNamespace(process_index=rank, world_size=4, device="cpu")
+    shared = SequenceParallel(2, args, SimpleNamespace(state=STATE, gather=every))
+    torch.manual_seed(3)
+    shared.on_step_begin(args, None, None)
+    first = torch.rand(8)
+    shared.on_step_begin(args, None, None)  # the second step goes on
+    assert not torch.equal(torch.rand(8), first)
+    return first
+
 
 def test_ranks_that_share_a_text_draw_different_dropout_masks() -> None:
-    accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config={})))
-    drawn = []
-    for rank in range(4):
-        SequenceParallel(2, SimpleNamespace(seed=3, process_index=rank, world_size=4), accelerator)
-        drawn.append(torch.rand(8))
+    """Their states are the same in a new run, and after resuming from one process or ranks that did not share."""
+    drawn = [drawn_in_the_first_step(rank, lambda one: one.repeat(4)) for rank in range(4)]
     assert torch.equal(drawn[0], drawn[2])  # as ranks that read different rows do
     assert torch.equal(drawn[1], drawn[3])
     assert not torch.equal(drawn[0], drawn[1])
+
+
+def test_different_random_states_go_on() -> None:
+    found = drawn_in_the_first_step(0, lambda one: torch.cat([one, one + 1, one, one + 1]))
+    torch.manual_seed(3)
+    assert torch.equal(found, torch.rand(8))
 
 
 def test_a_mask_of_documents_takes_a_byte_for_each_pair_and_no_more() -> None:

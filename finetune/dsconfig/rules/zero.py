@@ -207,10 +207,6 @@ def expert_parallelism_fits(config: Config, run: Context) -> Iterator[Finding]:
     if config.stage in NOT_WITH_EXPERTS:
         why = NOT_WITH_EXPERTS[config.stage]
         yield error("DS509", "zero_optimization.stage", f"{said}, but stage is {config.stage}: {why}. Set it to 2.")
-    for what in ("offload_optimizer", "offload_param"):
-        if config.offload(what) != "none":
-            place = f"zero_optimization.{what}"
-            yield error("DS509", place, f"{said}, which is untested with offload. Delete {what}, or drop the flag.")
     in_bf16 = config.is_on("bf16.enabled") or (config.is_auto("bf16.enabled") and run.arguments.get("bf16"))
     place = "data_types.grad_accum_dtype"
     if config.stage == 1 and in_bf16 and config.get(place) in ("fp32", "float32"):

@@ -50,13 +50,13 @@ class Weights:
     def groups(self) -> list[list[Tensor]]:
         """The Trainer's parameter groups, with and without weight decay (transformers 5.23,
         Trainer.get_decay_parameter_names). Here the number of dimensions tells biases and norms from the rest. Experts
-        that are spread over ranks are a group of their own, and their routers come last (deepspeed 0.19.8,
+        in expert parallelism are a group of their own, and their routers come last (deepspeed 0.19.8,
         runtime/engine.py, _remap_param_groups_after_module_replacement)."""
         decayed = [tensor for tensor in self.trained if len(tensor.shape) > 1 and tensor.holders == 1]
         decayed.sort(key=lambda tensor: tensor.name.endswith(ROUTER))
         rest = [tensor for tensor in self.trained if len(tensor.shape) <= 1]
-        spread = [tensor for tensor in self.trained if tensor.holders > 1]
-        return [group for group in (decayed, rest, spread) if group]
+        experts = [tensor for tensor in self.trained if tensor.holders > 1]
+        return [group for group in (decayed, rest, experts) if group]
 
     def parts(self, ranks: int) -> list[Partition]:
         """For ZeRO-1 and -2: one flat tensor per group, partitioned over the ranks that hold the same."""

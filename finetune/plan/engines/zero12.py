@@ -21,7 +21,7 @@ class Zero12(Resident):
         self.part = sum(part.part for part in self.parts)
         # Ranks that far apart hold the same experts.
         self.owned = frozenset().union(*(part.owned(self.rank * part.ranks // self.ranks) for part in self.parts))
-        self.spread = {tensor.name for tensor in self.weights.trained if tensor.holders > 1}
+        self.experts = {tensor.name for tensor in self.weights.trained if tensor.holders > 1}
         self.owned_elements = sum(self.elements[name] for name in self.owned)
         self.padded = sum(part.padded for part in self.parts)
         self.contiguous = self.zero.contiguous_gradients or self.offloads
@@ -86,9 +86,9 @@ class Zero12(Resident):
         (allreduce_bucket, flatten), without it is reduced in place (gradient_reduction_w_predivide). Then the gradients
         that this rank owns are copied out into one tensor (copy_grads_in_partition)."""
         if self.filled and self.ranks > 1 and (self.zero.reduce_scatter or not self.contiguous):
-            # Experts that are spread, and the other weights, go to different ranks, one after the other.
-            spread = sum(self.elements[name] for name in self.pending if name in self.spread)
-            ledger.passing(BUCKETS, max(spread, self.filled - spread) * self.size, "all-reduce of a bucket")
+            # Experts in expert parallelism, and the other weights, go to different ranks, one after the other.
+            experts = sum(self.elements[name] for name in self.pending if name in self.experts)
+            ledger.passing(BUCKETS, max(experts, self.filled - experts) * self.size, "all-reduce of a bucket")
         for name in self.pending:
             owns = name in self.owned
             if self.contiguous and owns and not self.has_part and not self.offloads:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from finetune.plan.families.gptlite import DOWN, EMBEDDINGS, NORM, PARTS, ROUTER, UP
 from finetune.plan.forward.attention import Heads, attend, causal_mask, kind_of, split_heads
+from finetune.plan.forward.expert_parallel import grouped
 from finetune.plan.forward.losses import chunked_loss, cross_entropy, decoder_head, label_loss
 from finetune.plan.forward.parts import Part, Setting, activation, stack
-from finetune.plan.forward.spread_experts import grouped
 from finetune.plan.values import FP32_BYTES, INT64_BYTES, Value
 
 # Per family, the number of entries before and after its blocks; the last one contains the loss.

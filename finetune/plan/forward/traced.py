@@ -11,9 +11,9 @@ from typing import Any
 from finetune.plan.families.parts import IMAGES, VECTORS
 from finetune.plan.forward.attention import FUSED, Heads, attend, document_mask, kind_of
 from finetune.plan.forward.cuts import LINEAR, SOFTMAX, Cut, cuts_of, uses_of
+from finetune.plan.forward.expert_parallel import end_of_mixture, expert_parallel
 from finetune.plan.forward.losses import chunked_loss, output_in_fp32, vector_loss
 from finetune.plan.forward.parts import RNG_STATE_BYTES, Setting, pattern, renamed, terms
-from finetune.plan.forward.spread_experts import end_of_mixture, spread_experts
 from finetune.plan.model import Trace
 from finetune.plan.values import ATTENTION, FP32_BYTES, HALF_BYTES, Gemm, Storage, Value
 
@@ -48,8 +48,8 @@ def tape_of_trace(trace: Trace, setting: Setting) -> Value:
             for place, (at, op) in enumerate(part.ops):
                 if at == player.seen.head and setting.loss_chunk_tokens:
                     return chunked_loss(setting, player.values[op["in"][0]], op["weights"][-1])
-                if player.is_spread(op):
-                    skips_to = place + player.play_spread([one for _, one in part.ops[place:]])
+                if player.is_expert_parallel(op):
+                    skips_to = place + player.play_expert_parallel([one for _, one in part.ops[place:]])
                 if place >= skips_to:
                     player.play(op)
                 player.let_go(at)
@@ -159,15 +159,15 @@ class _Player:
         if whole:
             self.whole[first] = whole
 
-    def is_spread(self, op: Any) -> bool:
+    def is_expert_parallel(self, op: Any) -> bool:
         """Whether it is the router of experts that ranks hold together."""
         return bool(op["weights"]) and f"{_mixture_of(op)}.experts.w1" in self.tape.shapes
 
-    def play_spread(self, ops: Sequence[Any]) -> int:
-        """Plays a mixture of spread experts in place of the first of `ops`; returns of how many."""
+    def play_expert_parallel(self, ops: Sequence[Any]) -> int:
+        """Plays a mixture in expert parallelism in place of the first of `ops`; returns of how many."""
         x = ops[0]["in"][0]
         count, made = end_of_mixture(ops, x, lambda number: self.trace.values[number][2])
-        self.put(made, spread_experts(self.setting, _mixture_of(ops[0]), self.values[x]))
+        self.put(made, expert_parallel(self.setting, _mixture_of(ops[0]), self.values[x]))
         return count
 
     def save_beside(self, op: Any) -> None:

@@ -15,11 +15,10 @@ if TYPE_CHECKING:
 REFUSED = {
     "auto_find_batch_size": "a rank that runs out of memory would leave the others waiting for its tokens",
     "fsdp": "expert parallelism is DeepSpeed's",
-    "sequence_parallel_size": "expert parallelism with ranks that share texts is untested here",
     "streaming": "ranks whose streams end earlier would leave the others waiting for their tokens",
     "teacher": "distilling from a teacher with expert parallelism is untested here",
     "torch_compile": "compiled exchanges are untested here",
-    "use_liger_kernel": "its layers are untested with spread experts",
+    "use_liger_kernel": "its layers are untested with expert parallelism",
     "use_peft": "adapters would be lost when the engine replaces the layers",
 }
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -35,7 +34,7 @@ def expert_faults(run: Run) -> Iterator[str]:
 def expert_faults_here(run: Run, deepspeed: str | None) -> Iterator[str]:
     """Further errors in a run that is to start on this machine; `deepspeed` is its config, if any."""
     if run.expert_parallel_size > 1:
-        yield from group_faults_here(run, "expert_parallel_size", "spreads experts", deepspeed)
+        yield from group_faults_here(run, "expert_parallel_size", "divides experts among ranks", deepspeed)
 
 
 def look_at_experts(run: Run) -> None:

@@ -24,7 +24,7 @@ REFUSED = {
 
 @dataclass
 class ExpertArguments:
-    """How the experts of a mixture are kept equally busy, and spread over ranks (docs/moe.md)."""
+    """How the experts of a mixture are kept equally busy, and divided among ranks (docs/moe.md)."""
 
     router_aux_loss_coef: float | None = flag(
         None,

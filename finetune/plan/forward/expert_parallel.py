@@ -1,4 +1,4 @@
-"""Mixtures of experts that are spread over ranks (deepspeed 0.19.8, module_inject/auto_ep_layer.py, _forward, and
+"""Mixtures of experts in expert parallelism (deepspeed 0.19.8, module_inject/auto_ep_layer.py, _forward, and
 moe/ep_*.py), in place of those that a trace has."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def end_of_mixture(ops: Sequence[Any], x: int, storage_of: Callable[[int], int])
     raise AssertionError("a mixture's output is added to the layer's input")
 
 
-def spread_experts(setting: Setting, name: str, x: Value) -> Value:
+def expert_parallel(setting: Setting, name: str, x: Value) -> Value:
     """The module `name`, a mixture of which this rank holds a part of the experts (finetune.plan.expert_parallel). It
     sends each token to the ranks of the experts that the token chose, computes what it gets, and sends that back."""
     tape, sizes, hidden = setting.tape, setting.sizes, x.elements // setting.batch.positions

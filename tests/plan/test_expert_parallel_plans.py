@@ -1,4 +1,4 @@
-"""Experts that are spread over ranks: what each holds, computes and exchanges, worked out here. tests/runs/test_plan.py
+"""Expert parallelism: what each rank holds, computes and exchanges, worked out here. tests/runs/test_plan.py
 runs them."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from finetune.plan.mends import cheaper, mends
 from finetune.plan.model import model_of
 from finetune.plan.notes import notes
 from finetune.plan.plan import plan
-from finetune.plan.search import SPREAD, Limits, scaling, search
+from finetune.plan.search import EXPERT_PARALLEL, Limits, scaling, search
 from finetune.plan.seconds import plan_seconds
 from finetune.plan.write import flags_of, shared_by
 from finetune.plan.zero import Zero
@@ -37,7 +37,7 @@ OF_EXPERTS = LAYERS * EXPERTS * 3 * WIDTH * INNER  # elements
 HALF, FULL = 2, 4  # bytes
 
 
-def spread(size: int, **changes: Any) -> Job:
+def divided(size: int, **changes: Any) -> Job:
     job = Job(model_of(QWEN), DEEPSPEED, Zero(2, reduce_bucket_size=50_000), world_size=4, tokens=TOKENS,
               precision="bf16", expert_parallel_size=size)  # fmt: skip
     return replace(job, **changes)
@@ -47,7 +47,7 @@ def spread(size: int, **changes: Any) -> Job:
 def test_a_rank_holds_its_part_of_the_experts_and_of_their_states(size: int) -> None:
     """Four ranks partition all other weights; each expert's states are partitioned over the ranks that hold it, so a
     rank has a quarter of all states, at any size."""
-    job = spread(size)
+    job = divided(size)
     others = job.model.parameters - OF_EXPERTS
     held = plan_memory(job, H100).resident
     assert held[PARAMETERS] == HALF * (others + OF_EXPERTS // size)
@@ -57,9 +57,9 @@ def test_a_rank_holds_its_part_of_the_experts_and_of_their_states(size: int) -> 
     assert sum(tensor.elements * tensor.holders for tensor in job.held.tensors) == job.model.parameters
 
 
-def test_spread_experts_are_a_group_of_their_own_and_routers_come_last() -> None:
+def test_experts_are_a_group_of_their_own_and_routers_come_last() -> None:
     """As DeepSpeed puts what has replaced a layer back into the optimizer's groups."""
-    decayed, plain, experts = Weights(spread(2).held.tensors, HALF).groups()
+    decayed, plain, experts = Weights(divided(2).held.tensors, HALF).groups()
     assert [one.name for one in decayed[-LAYERS:]] == [f"model.layers.{i}.mlp.router.gate.weight" for i in range(3)]
     assert {len(one.shape) for one in plain} == {1}
     assert [one.name.rpartition(".")[2] for one in experts] == ["w1", "w2", "w3"] * LAYERS
@@ -72,7 +72,7 @@ def test_an_experts_gradients_belong_to_the_ranks_that_hold_it() -> None:
     the second half: gradients of whole parameters of which a rank owns a part."""
     owned = []
     for rank in range(4):
-        (part,) = (one for one in Weights(spread(2).held.tensors, HALF).parts(4) if one.group[0].holders > 1)
+        (part,) = (one for one in Weights(divided(2).held.tensors, HALF).parts(4) if one.group[0].holders > 1)
         assert part.ranks == 2
         owned.append(part.owned(rank // 2))
     assert owned[0] == owned[1] != owned[2] == owned[3]
@@ -80,14 +80,14 @@ def test_an_experts_gradients_belong_to_the_ranks_that_hold_it() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_each_token_is_sent_to_its_experts_and_back(rows: int) -> None:
-    found = exchanges_of(tape_of(spread(2, micro_batch=rows)))
+    found = exchanges_of(tape_of(divided(2, micro_batch=rows)))
     assert found is not None
     assert found.sizes == (HALF * rows * TOKENS * CHOSEN * WIDTH,) * 2 * LAYERS
     assert sorted(found.back) == sorted(found.sizes)
-    again = exchanges_of(tape_of(spread(2, micro_batch=rows, checkpoint_interval=1)))
+    again = exchanges_of(tape_of(divided(2, micro_batch=rows, checkpoint_interval=1)))
     assert again is not None
     assert sum(again.back) == 2 * sum(found.sizes)
-    assert exchanges_of(tape_of(spread(1))) is None
+    assert exchanges_of(tape_of(divided(1))) is None
 
 
 def test_exchanges_and_gradients_take_their_time() -> None:
@@ -95,7 +95,7 @@ def test_exchanges_and_gradients_take_their_time() -> None:
     of other weights by all four ranks."""
     slow = replace(H100, name="slow bus", intra_node=Link(100.0, 1.0))
     plain = replace(H100, name="no bus", intra_node=Link(1e30, 0.0))
-    job = spread(2, zero=Zero(1, reduce_bucket_size=10**9, overlap_comm=False))
+    job = divided(2, zero=Zero(1, reduce_bucket_size=10**9, overlap_comm=False))
     found = exchanges_of(tape_of(job))
     assert found is not None
     traded = sum(0.5 * size / 100 + 1 for size in (*found.sizes, *found.back))
@@ -107,7 +107,7 @@ def test_exchanges_and_gradients_take_their_time() -> None:
 
 
 def test_the_products_are_the_same_wherever_experts_are() -> None:
-    one, two, four = (plan_seconds(spread(size), H100).model_flops for size in (1, 2, 4))
+    one, two, four = (plan_seconds(divided(size), H100).model_flops for size in (1, 2, 4))
     assert one == two == four
 
 
@@ -116,7 +116,7 @@ def test_a_rank_whose_experts_are_busier_takes_more_memory_and_time(device: str,
     """It keeps each row that it gets, both products of it, what SiLU makes of one, unless in a kernel, and their
     product; and the places of the rows."""
     machine = find_machine("cpu") if device == "cpu" else H100
-    even, busy = (spread(2, device=device, precision="fp32", expert_load=load) for load in (1.0, 2.0))
+    even, busy = (divided(2, device=device, precision="fp32", expert_load=load) for load in (1.0, 2.0))
     kept = [sum({one: one.bytes for op in tape_of(job).ops for one in op.saved}.values()) for job in (even, busy)]
     rows = LAYERS * FULL * TOKENS * CHOSEN * (WIDTH + inner * INNER)
     assert rows < kept[1] - kept[0] < 1.1 * rows
@@ -124,15 +124,15 @@ def test_a_rank_whose_experts_are_busier_takes_more_memory_and_time(device: str,
     assert seconds[1].forward > seconds[0].forward
     assert seconds[1].exposed_communication > seconds[0].exposed_communication
     assert any("2 times the mean" in note for note in notes(plan(even, machine)))
-    assert not any("times the mean" in note for note in notes(plan(spread(1), H100)))
+    assert not any("times the mean" in note for note in notes(plan(divided(1), H100)))
 
 
-def test_a_search_ranks_layouts_with_and_without_spread_experts() -> None:
+def test_a_search_ranks_layouts_with_and_without_expert_parallelism() -> None:
     every = ("none", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
-    found = search(spread(2), H100, Limits(None, every))
+    found = search(divided(2), H100, Limits(None, every))
     kinds = {(one.layout, one.plan.job.expert_parallel_size) for one in found.fitting}
     whole = {(layout, 1) for layout in every}
-    assert kinds == whole | {(layout, 2) for layout in SPREAD}
+    assert kinds == whole | {(layout, 2) for layout in EXPERT_PARALLEL}
     best = next(one for one in found.fitting if one.plan.job.expert_parallel_size > 1)
     assert best.words.endswith("2 ranks per set of experts")
     shared = shared_by(*(one.plan.job for one in found.fitting))
@@ -151,8 +151,8 @@ def test_a_run_without_deepspeed_is_planned_with_it() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_what_is_proposed_instead_goes_with_spread_experts(size: int) -> None:
-    job = spread(size, micro_batch=4)
+def test_what_is_proposed_instead_goes_with_expert_parallelism(size: int) -> None:
+    job = divided(size, micro_batch=4)
     found = plan(job, replace(H100, memory_bytes=plan(job, H100).peak_bytes // 4))
     proposed = [*mends(found), *cheaper(found)]
     kinds = {one.plan.job.zero.stage for one in proposed} | {one.plan.job.zero.offload_optimizer for one in proposed}
@@ -162,7 +162,7 @@ def test_what_is_proposed_instead_goes_with_spread_experts(size: int) -> None:
 def test_a_curve_begins_with_a_whole_group() -> None:
     """Also where a node has fewer ranks, or does not divide into groups."""
     for size, first in ((8, 8), (3, 3), (2, 4)):
-        curve = scaling(spread(size, world_size=24, ranks_per_node=4), H100)
+        curve = scaling(divided(size, world_size=24, ranks_per_node=4), H100)
         assert [ranks for ranks, _, _ in curve[:2]] == [first, 2 * first]
         assert all(speed > 0 for _, speed, _ in curve)
 
