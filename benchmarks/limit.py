@@ -30,9 +30,10 @@ from transformers import TrainerCallback, TrainingArguments
 
 from finetune.data.builtin import docstring_rows
 from finetune.models import short_attention
+from finetune.models.dropout import draws_slowly, use_fast_dropout
 from finetune.run.facts import SHORT_TOKENS
 from finetune.run.flags.guards import GuardArguments
-from finetune.training.runtime import choose_precision
+from finetune.training.runtime import choose_precision, keep_freed_memory
 from finetune.training.trainer import FinetuneTrainer
 
 ROUNDS, WARM, TRACED = 7, 3, 2  # rounds, after one that is discarded; warm-up and traced steps per round
@@ -196,6 +197,8 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
         guards = GuardArguments(on_nan="stop")
         if half == "bf16":  # as finetune/training/chapters.py does
             job["model"].set_attn_implementation(short_attention.NAME)
+        if draws_slowly():
+            use_fast_dropout(job["model"])
         turns = Turns(precision)
         FinetuneTrainer(model=job["model"], args=args, train_dataset=job["data"], data_collator=job["collator"],
                         lengths=job["lengths"], guards=guards, callbacks=[turns]).train()  # fmt: skip
@@ -238,6 +241,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
+    keep_freed_memory()
     path = OUT / "limit.json"
     record = json.loads(path.read_text()) if path.is_file() else {"jobs": {}}
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))

@@ -16,6 +16,7 @@ from finetune.report.svg import write_png
 OUT = Path(__file__).resolve().parents[1] / "docs" / "results"
 TIMED = 5  # timed steps per round
 PAIRS = 7  # rounds that time a pass with and without SDPA
+SHIPPED = "as shipped"
 KINDS = ("products", "attention", "casts and copies", "norms and elementwise", "optimizer", "clipping and norm",
          "loader", "Python and dispatch")  # fmt: skip
 NOTE = """*Python and dispatch* is the part of a traced step that no torch operator accounts for, such as the guards and
@@ -75,7 +76,36 @@ def page(record: dict[str, Any]) -> str:
             ratios = [one / other for one, other in zip(sdpa, without, strict=True)]
             shown = " | ".join((spread(sdpa, 1), spread(without, 1), spread(ratios, 2)))
             lines.append(f"| {name} | {row['precision']} | {row['tokens']} | {shown} |")
+    lines += switched(record.get("switches", {}))
     return "\n".join([*lines, "", "![Time of a step by kind of operator](limit.png)", "", NOTE, ""])
+
+
+def switched(layouts: dict[str, Any]) -> list[str]:
+    """A step of recipes/seq_cls.py with each switch turned off, and with other options of DDP."""
+    if not layouts:
+        return []
+    lines = [
+        "",
+        "What each switch is worth in recipes/seq_cls.py (`python benchmarks/switches.py`: MiniLM, 16 rows of 32 "
+        "tokens per rank, in the precision that the recipe chooses). Ratios are taken within one round: above 1, the "
+        "step is slower than as shipped.",
+        "",
+        "| layout (load average) | turned off, or changed | rounds | step / as shipped | CPU time / as shipped "
+        "| page faults per step | peak memory, MiB |",
+        "|---|---|---:|---|---|---:|---:|",
+    ]
+    for layout, found in layouts.items():
+        shipped = found["turns"][SHIPPED]
+        for name, turns in found["turns"].items():
+            ratios = [
+                spread([one[kind] / other[kind] for one, other in zip(turns, shipped, strict=True)], 2)
+                for kind in ("wall", "cpu")
+            ]
+            faults = statistics.median(one["faults"] for one in turns)
+            peak = f"{statistics.median(one['peak_mib'] for one in turns):,.0f}" if layout == "memory" else ""
+            cells = f"{name} | {len(turns)} | {' | '.join(ratios)} | {faults:,.0f} | {peak}"
+            lines.append(f"| {layout} ({found['load']:.1f}) | {cells} |")
+    return lines
 
 
 def picture(record: dict[str, Any]) -> None:

@@ -81,7 +81,7 @@ ROOMS: dict[str, set[str]] = {
     "run": {"dsconfig", "errors", "safe_read", "shipped"},
     "plan": {"dsconfig", "errors", "run", "safe_read", "shipped"},
     "data": {"errors", "run", "safe_read"},
-    "models": {"data", "errors", "run", "safe_read"},
+    "models": {"data", "errors", "host", "run", "safe_read"},
     "training": {"versions"}
     | {"data", "dsconfig", "errors", "host", "metrics", "models", "plan", "privacy", "report", "run", "safe_read"},
     "entry": {"data", "errors", "privacy", "run", "training"},

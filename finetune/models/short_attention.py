@@ -12,6 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from finetune.models.dropout import dropped
 from finetune.run.facts import SHORT_TOKENS
 
 NAME = "sdpa_if_long"
@@ -53,7 +54,7 @@ def attend(
     elif attention_mask is not None:
         scores = scores + attention_mask
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    weights = torch.nn.functional.dropout(weights, p=dropout, training=dropout > 0)
+    weights = dropped(weights, dropout)
     return (weights @ value).transpose(1, 2).contiguous(), None
 
 

@@ -14,6 +14,7 @@ from finetune.data.mixture import Joined, taken_of_each
 from finetune.data.numbered import Numbered, NumberedCollator
 from finetune.models import short_attention
 from finetune.models.chunked_loss import loss_head
+from finetune.models.dropout import draws_slowly, use_fast_dropout
 from finetune.models.pipeline import PipelineModel
 from finetune.run.facts import SHORT_TOKENS, checkpoints_on_host, mixes_attention
 from finetune.run.flags.common import RunArguments
@@ -73,6 +74,8 @@ def trainer_of(
     shard it while it is built."""
     identity = settle_identity(session, model.config, data) if session.training.do_train else None
     _settle_attention(session, model)
+    if session.training.device.type == "cpu" and draws_slowly():
+        use_fast_dropout(model)
     train, collator, sources = data.splits.get("train"), data.collator, None
     # A teacher's divergence is part of the loss, and Liger's fused loss gives no losses of tokens.
     if isinstance(train, Joined) and teacher is None and not session.training.use_liger_kernel:

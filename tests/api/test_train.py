@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from finetune.api.training import _why
 from finetune.api.words import words_of
 from finetune.entry.main import resolve_here
 from finetune.errors import InterruptedRunError, RequestError, RunError
+from finetune.models import dropout
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM, GPTLiteForSequenceClassification
 from finetune.run.choose import recipes
 from finetune.run.launch import Launch
+from finetune.training import chapters, runtime
 
 SMALL = {**TINY, "max_steps": 2, "max_train_samples": 64}
 
@@ -73,6 +76,22 @@ def test_a_run_in_this_process_can_be_repeated_and_leaves_the_process_as_it_was(
     assert first.finished
     assert first.folder == tmp_path / "first"
     assert (first.folder / "recipe.yaml").read_text().startswith("bf16: false")
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_a_run_on_a_cpu_keeps_freed_memory_and_draws_masks_itself_where_torch_is_slow(
+    is_slow: bool, own_csv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: Counter[str] = Counter()
+    draw = dropout.mask_like
+    monkeypatch.setattr(dropout, "mask_like", lambda x, p: called.update([f"masks of {p}"]) or draw(x, p))
+    for module in (dropout, chapters):
+        monkeypatch.setattr(module, "draws_slowly", lambda: is_slow)
+    monkeypatch.setattr(runtime, "keep_freed_memory", lambda: called.update(["memory"]))
+    values = {**SMALL, "dropout": 0.2, "max_steps": 1}
+    train("seq_cls", train_file=own_csv, output_dir=tmp_path / "run", **values)
+    assert called["memory"] == 1
+    assert (called["masks of 0.2"] > 0) == is_slow
 
 
 def test_a_failed_run_raises_and_leaves_the_process_as_it_was(own_csv: Path, tmp_path: Path) -> None:

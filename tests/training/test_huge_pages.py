@@ -23,9 +23,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def faults(env: dict[str, str]) -> int:
+def faults(env: dict[str, str], code: str = FAULTS) -> int:
     inherited = {key: value for key, value in os.environ.items() if key != "THP_MEM_ALLOC_ENABLE"}
-    done = subprocess.run([sys.executable, "-c", FAULTS], env=inherited | env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], env=inherited | env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return int(done.stdout.splitlines()[-1])
 
@@ -38,3 +38,24 @@ def test_a_large_tensor_of_a_recipe_is_not_faulted_in_page_by_page_unless_the_us
     pages = ELEMENTS * 4 // PAGE_BYTES
     assert faults({}) < pages / 4
     assert faults({"THP_MEM_ALLOC_ENABLE": "0"}) > pages / 2
+
+
+MEDIUM = 786_432  # elements: 3 MiB, which with the alignment for huge pages always lie above malloc's own threshold
+REUSED = f"""
+import resource
+from finetune.training import runtime
+import torch
+runtime.keep_freed_memory()
+for turn in range(10):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones({MEDIUM})
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif("CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="this system has another malloc than glibc's")
+@pytest.mark.parametrize("setting", [{"MALLOC_ARENA_TEST": "8"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_test=8"}])
+def test_a_freed_tensor_is_not_faulted_in_again_unless_the_user_configures_malloc(setting: dict[str, str]) -> None:
+    pages = MEDIUM * 4 // PAGE_BYTES
+    assert faults({}, REUSED) < pages / 50
+    assert faults(setting, REUSED) > pages / 10
