@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate, groupby, product
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,20 @@ FALLBACKS: dict[str, Any] = {
     "n_inner": [[4, ["n_embd"], []]],
     "num_decoder_layers": [[1, ["num_layers"], []]],
     "num_labels": 2,
+    "qk_head_dim": [[1, ["qk_nope_head_dim"], []], [1, ["qk_rope_head_dim"], []]],
+    "latent_and_rope": [[1, ["kv_lora_rank"], []], [1, ["qk_rope_head_dim"], []]],
+    "key_and_value": [[1, ["qk_nope_head_dim"], []], [1, ["v_head_dim"], []]],
 }
-OPTIONAL = (*FALLBACKS, "num_experts_per_tok", "type_vocab_size", "relative_attention_num_buckets")
+SUMS = {name: one for name, one in FALLBACKS.items() if isinstance(one, list) and len(one) > 1}
+OPTIONAL = (*FALLBACKS, "num_experts_per_tok", "type_vocab_size", "relative_attention_num_buckets", "q_lora_rank")
 TIED, WINDOW, GROUPED = "tie_word_embeddings", "sliding_window", "grouped"
 GROUP = 11  # query heads of a key head; two more are prime as well
 SDPA, EAGER = "sdpa", "eager"
+PREFIX = 3  # first layers that are unlike all others
 LARGEST_FACTOR = 64  # of a product of sizes
+# Sizes that are their own prime, and those that get the smallest ones: wide heads have another attention.
+COUNTS = ("num_experts_per_tok", "topk_group", "num_key_value_heads", "n_group")
+SMALLEST = (*COUNTS, "head_dim")
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,8 @@ class Kind:
     """An architecture: the keys of its sizes, its depths, the heads that are recorded, and what else its operators
     depend on: values of the config, or whether one is set; "grouped": whether query heads share key heads. Keys joined
     by a comma have one value, or a tuple of values. A second `attention` is for language models alone.
-    `period`: of unlike layers, with what lists in a config say."""
+    `period`: of unlike layers, with what lists in a config say. `prefix`: the key of the number of first layers, at
+    least one, that are unlike all others. A choice of whether a size is set leaves it as it is."""
 
     sizes: tuple[str, ...] = DECODER
     depths: tuple[str, ...] = ("num_hidden_layers",)
@@ -55,6 +65,7 @@ class Kind:
     choices: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     attention: tuple[str, ...] = (SDPA,)
     period: int = 1
+    prefix: str = ""
     lists: dict[str, list[Any]] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
 
@@ -108,6 +119,26 @@ KINDS = {
     "qwen3_moe": Kind((*DECODER, "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
                       choices={TIED: (False,), **PLAIN, **NO_WINDOW, **SILU, "norm_topk_prob": (True, False),
                                "mlp_only_layers": (False,), "decoder_sparse_step": (1,)}),
+    "deepseek_v3": Kind(
+        ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", "num_experts_per_tok", "topk_group",
+         "n_group", "n_routed_experts", "n_shared_experts", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank",
+         "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "qk_head_dim", "latent_and_rope", "key_and_value"),
+        choices={TIED: (False,), **PLAIN, **SILU, "norm_topk_prob,rope_interleave": (True,),
+                 "q_lora_rank,n_group,topk_group": ((True, 1, 1), (False, 1, 1), (True, True, True))},
+        prefix="first_k_dense_replace", more={"num_key_value_heads": None}),
+    "glm4_moe": Kind(
+        (*DECODER, "num_experts_per_tok", "n_routed_experts", "n_shared_experts", "moe_intermediate_size"),
+        heads=(CAUSAL, VECTORS), prefix="first_k_dense_replace",
+        choices={TIED: (False,), "attention_bias": (True,), "attention_dropout": (False,), **SILU,
+                 "norm_topk_prob": (True,), "n_group,topk_group": (1,), "partial_rotary_factor": (0.5,),
+                 "use_qk_norm": (True, False)}),
+    "olmoe": Kind(("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
+                   "num_experts", "num_experts_per_tok"), heads=(CAUSAL, VECTORS),
+                  choices={TIED: (False,), **PLAIN, **SILU, "norm_topk_prob": (False,), "clip_qkv": (False,)}),
+    "qwen2_moe": Kind((*DECODER, "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+                       "shared_expert_intermediate_size"),
+                      choices={TIED: (False,), "qkv_bias": (True,), "attention_dropout": (False,), **NO_WINDOW, **SILU,
+                               "norm_topk_prob": (False,), "mlp_only_layers": (False,), "decoder_sparse_step": (1,)}),
     "gpt_oss": Kind((*DECODER, "num_local_experts", "num_experts_per_tok"),
                     choices={TIED: (False,), "attention_dropout": (False,), "attention_bias": (True,),
                              WINDOW: (True,), GROUPED: (True,)},
@@ -124,31 +155,45 @@ class Symbols:
     """Sizes of a model to trace, each with a prime factor of its own, and what a number is in terms of them."""
 
     def __init__(self, kind: Kind, is_grouped: bool = True) -> None:
-        primes = iter((17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61))
         self.own: dict[str, int] = {}  # a size's own prime
         self.values: dict[str, int] = {}
-        names = [*(name for name in kind.sizes if name in ("num_experts_per_tok", "num_key_value_heads")), *kind.sizes]
-        for name in (*dict.fromkeys(names), "num_labels"):
-            self.own[name] = next(primes)
-            self.values[name] = self.own[name]
-            if name.endswith(("heads", "n_head")) or name in ("num_labels", "num_experts_per_tok"):
-                continue
-            self.values[name] *= 8  # grouped products want multiples of it
         heads = next(name for name in kind.sizes if name in ("num_attention_heads", "n_head", "n_heads", "num_heads"))
+        single = [name for name in kind.sizes if name not in SUMS]
+        for name in (*dict.fromkeys([*(name for name in SMALLEST if name in single), *single]), "num_labels"):
+            self._name(kind, name, 1 if name in (*COUNTS, heads, "num_labels") else 8)  # as grouped products want
         if "num_key_value_heads" in self.values:
             self.own[heads], self.values[heads] = GROUP, GROUP * self.values["num_key_value_heads"]
-            self.values["heads_and_pairs"] = self.values[heads] + 2 * self.values["num_key_value_heads"]
-            self.own["heads_and_pairs"] = GROUP + 2
         if "d_kv" not in kind.sizes:
             self.values[kind.sizes[0]] *= self.values[heads]
-        if "heads_and_pairs" not in kind.sizes:
-            self.values.pop("heads_and_pairs", None)
+        if "n_group" in self.values:
+            self.values["n_routed_experts"] *= self.values["n_group"]
         if not is_grouped:
-            self.values.pop("heads_and_pairs", None)
-            self.values.pop("num_key_value_heads")
+            self.values.pop("num_key_value_heads", None)
+        assert self._add_sums(kind)
         # The last are divided out first: sizes that others are multiples of come after these.
-        bases = ("num_key_value_heads", heads)
+        bases = ("n_group", "num_key_value_heads", heads)
         self.order = sorted(self.values, key=lambda name: bases[::-1].index(name) if name in bases else -1)
+
+    def _name(self, kind: Kind, name: str, times: int) -> None:
+        """Gives a size the next prime with which sums of sizes have one of their own, too."""
+        for prime in filter(is_prime, range(17, 1000)):
+            self.own[name], self.values[name] = prime, prime * times
+            if list(self.own.values()).count(prime) == 1 and self._add_sums(kind):
+                return
+        raise ValueError(f"no prime is left for {name}")
+
+    def _add_sums(self, kind: Kind) -> bool:
+        """Adds the sums of the sizes that have a value; whether each has a prime of its own."""
+        for name in [name for name in kind.sizes if name in SUMS]:
+            self.own.pop(name, None), self.values.pop(name, None)
+            if all(one in self.values for _, above, _ in SUMS[name] for one in above):
+                value = sum(times * self.values[one] for times, (one,), _ in SUMS[name])
+                factors = {prime for prime in filter(is_prime, range(2, value + 1)) if value % prime == 0}
+                own = max(factors.difference(self.own.values()), default=0)
+                if own <= GROUP:
+                    return False
+                self.own[name], self.values[name] = own, value
+        return True
 
     def monomial(self, number: Fraction) -> tuple[float, list[str], list[str]]:
         """A factor, and the sizes above and below the line."""
@@ -164,6 +209,10 @@ class Symbols:
         if max(abs(number.numerator), number.denominator) > LARGEST_FACTOR:
             raise ValueError(f"{number} is left of a size, beside {above} and {below}")
         return float(number) if number.denominator > 1 else int(number), above, below
+
+
+def is_prime(number: int) -> bool:
+    return all(number % one for one in range(2, isqrt(number) + 1))
 
 
 class Table:
@@ -182,15 +231,18 @@ class Table:
 
 def config_of(name: str, kind: Kind, head: str, chosen: dict[str, Any], symbols: Symbols) -> dict[str, Any]:
     config = {"model_type": name, "pad_token_id": 0, **kind.more, **symbols.values}
-    config.pop("heads_and_pairs", None)
-    config |= dict.fromkeys(kind.depths, 2 * kind.period + 2)
+    config = {key: one for key, one in config.items() if key not in SUMS}
+    config |= dict.fromkeys(kind.depths, PREFIX * bool(kind.prefix) + 2 * kind.period + 2)
+    config |= {kind.prefix: PREFIX} if kind.prefix else {}
     of_class = transformers.CONFIG_MAPPING[name]()
     for key, value in chosen.items():
         usual = getattr(of_class, key, None)
-        if value is True and not isinstance(usual, bool):
+        if isinstance(value, bool) and key in symbols.values:
+            value = symbols.values[key] if value else None
+        elif value is True and not isinstance(usual, bool):
             value = usual or (4096 if key == WINDOW else 0.1)
         elif value is False and not isinstance(usual, bool):
-            value = None if key in (WINDOW, "classifier_dropout") or key.endswith("capping") else 0.0
+            value = None if usual is None or key == WINDOW or key.endswith("capping") else 0.0
             value = [] if isinstance(usual, list) else value
         config[key] = value
     if head == SPANS:
@@ -205,10 +257,14 @@ class Encoder:
 
     def __init__(self, kind: Kind, sizes: Table, parts: Table, symbols: Symbols) -> None:
         self.kind, self.sizes, self.parts, self.symbols = kind, sizes, parts, symbols
+        self.prefix = PREFIX * bool(kind.prefix)
 
     def size(self, fitted: Sequence[float]) -> int:
         found = [(at, Fraction(one).limit_denominator(10**6)) for at, one in enumerate(fitted)]
         return self.sizes.place([[at, *self.symbols.monomial(one)] for at, one in found if one])
+
+    def buffers(self, found: list[Any], layer: str = "") -> list[Any]:
+        return [[_short(name, layer), [self.size([side]) for side in shape], each] for name, shape, each in found]
 
     def body(self, trace: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
         """Parts in order, a stack of layers as one entry."""
@@ -221,6 +277,8 @@ class Encoder:
             made = cut.part(at, self.size)
             held = [one for one in found["tensors"] if one[0].startswith(f"{layer}.")] if layer else next(loose, [])
             made["tensors"] = [[_short(name, layer), [self.size([side]) for side in shape]] for name, shape, _ in held]
+            if layer and (own := [one for one in found["buffers"] if one[0].startswith(f"{layer}.")]):
+                made["buffers"] = self.buffers(own, layer)
             if at in cut.anchors and layer:
                 name = layer.rpartition(".")[0]
                 entries.append({"depth": next(stacks), "name": name, "parts": []})
@@ -233,7 +291,9 @@ class Encoder:
                 entries.append(self.parts.place(made))
         for entry in entries:
             if isinstance(entry, dict):
-                entry["parts"] = _lead(entry["parts"], self.kind.period)
+                first, rest = entry["parts"][: self.prefix], entry["parts"][self.prefix :]
+                entry |= {"first": _lead(first, 1)} if first else {}
+                entry["parts"] = _lead(rest, self.kind.period)
         head = len(cut.names) - 1
         return {"body": entries, "kept": [cut.named(one, head, 0) for one in trace["kept"]],
                 "result": cut.named(trace["result"], head, 0)}  # fmt: skip
@@ -360,7 +420,7 @@ def recorded(name: str, kind: Kind) -> dict[str, Any]:
         for head in kind.heads if attention == kind.attention[0] else kind.heads[:1]:
             when = {key: value for key, value in chosen.items() if key != TIED or head in (CAUSAL, MASKED, SEQ2SEQ)}
             which = {"head": head, "attention": attention, "when": when}
-            if all({key: one[key] for key in which} != which for one in programs):
+            if json.dumps(which) not in [json.dumps({key: one[key] for key in which}) for one in programs]:
                 config = config_of(name, kind, head, chosen, symbols)
                 programs.append({**which, **program(kind, config, which, sizes, parts, symbols)})
                 print(name, which, flush=True)
@@ -368,6 +428,7 @@ def recorded(name: str, kind: Kind) -> dict[str, Any]:
     first = programs[0]["when"]
     return {
         "sizes": {key: default_of(usual, key) for key in (*kind.depths, *kind.sizes, "num_labels")},
+        **({"prefix": kind.prefix} if kind.prefix else {}),
         "choices": {key: getattr(usual, key, one) for key, one in first.items()},
         "depths": kind.depths, "period": kind.period, "lists": kind.lists,
         "terms": len(terms(kind.heads[0], Batch(1))),  # of which sizes are sums
@@ -392,11 +453,12 @@ def program(
     kind: Kind, config: dict[str, Any], which: dict[str, Any], sizes: Table, parts: Table, symbols: Symbols
 ) -> Any:
     found = traced(config, which["head"], which["attention"])
+    layers = tuple(f"{layer}." for layer in _names(found).values())
     encoder = Encoder(kind, sizes, parts, symbols)
     beyond = encoder.body(found["beyond"], found) if found["beyond"] else None
     return {
         **encoder.body(found["trace"], found), "beyond": beyond, "head_modules": found["head_modules"],
-        "buffers": [[one, [encoder.size([side]) for side in shape], each] for one, shape, each in found["buffers"]],
+        "buffers": encoder.buffers([one for one in found["buffers"] if not one[0].startswith(layers)]),
         "hidden_size": encoder.size([found["hidden_size"]]), "vocab_size": encoder.size([found["vocab_size"]]),
     }  # fmt: skip
 

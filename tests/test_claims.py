@@ -93,7 +93,7 @@ SETTINGS = {
         *(
             "in 4 bits",
             "weights are within 3%",
-            "within 5% for",
+            "within 1% for",
             "within 7% for",
             "within 9% for",
             "agree to 1%",

@@ -72,7 +72,8 @@ class Recording(TorchDispatchMode):  # type: ignore[misc]
         place = self.place(tensor)
         last: dict[str, Any] = self.ops[-1] if self.ops else {"name": "", "out": (), "part": False}
         first, *others = [self.facts[one][2] for one in last["out"] if not last["part"]] or [-1]
-        is_output = place in others or (place == first and last["name"] in SAVE_OUTPUT and place not in last["saved"])
+        can_save = place in others or (place == first and last["name"] in SAVE_OUTPUT)
+        is_output = can_save and place not in last["saved"]  # if it was saved before, the next operator saves it again
         (last["saved"] if is_output else self.pending).append(place)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

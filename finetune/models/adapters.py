@@ -18,7 +18,7 @@ from finetune.models.experts import mixture_of
 from finetune.models.source import OF_LABELS, Kept, Named, from_pretrained, load_weights, with_labels
 from finetune.run.facts import base_dtype, left_to_adapter
 from finetune.run.files import GENERATION_CONFIG
-from finetune.run.flags.adapter import AdapterArguments
+from finetune.run.flags.adapter import TAKEN_BY_PEFT, AdapterArguments
 from finetune.run.flags.text import ModelArguments
 from finetune.run.run import Run
 from finetune.safe_read import read_json_object
@@ -26,10 +26,6 @@ from finetune.safe_read import read_json_object
 OWN_MODELS = ("gptlite", "alexnet", "resnet_group_norm")  # registered with transformers when their module is imported
 MAX_SHOWN = 20
 ALL_LINEAR = "all-linear"  # peft's word
-# In a mixture, peft 0.21 takes these names, and all-linear, for tensors of the experts and routers, into which
-# transformers 5 fused the linear layers of that name (utils/transformers_weight_conversion.py,
-# _MOE_TARGET_MODULE_MAPPING); linear layers that still have the name would lose their adapter.
-TAKEN_BY_PEFT = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def targets_of(model: Any, arguments: AdapterArguments) -> tuple[list[str] | str, list[str]]:

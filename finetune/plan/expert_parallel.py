@@ -14,7 +14,7 @@ from functools import lru_cache
 from finetune.plan.model import Buffer, Model, Tensor
 from finetune.plan.values import FP32_BYTES
 
-PLANNED = ("mixtral", "qwen3_moe")
+PLANNED = ("mixtral", "qwen3_moe", "olmoe")
 BOTH, BELOW, GATE = ".experts.gate_up_proj", ".experts.down_proj", ".mlp.gate.weight"
 ROUTER = ".router.gate.weight"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from finetune.plan.values import FOREVER, Gemm, Lora, Numbers, Op, Segment, Storage, Value
+from finetune.plan.values import FOREVER, FP32_BYTES, Gemm, Lora, Numbers, Op, Segment, Storage, Value
 
 
 class Recorder:
@@ -39,6 +39,10 @@ class Recorder:
         """Whether each product casts the weight: under autocast, if it is not in half precision already."""
         is_half = self.numbers.is_half and (self.numbers.half_weights or not self.trains(weight))
         return self.numbers.autocast and not is_half and weight not in self.packed
+
+    def bytes_of(self, weight: str) -> int:
+        """Per element."""
+        return FP32_BYTES if self.casts(weight) else self.numbers.bytes_each
 
     @property
     def ops(self) -> Iterable[Op]:

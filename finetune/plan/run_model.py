@@ -26,6 +26,7 @@ from finetune.run.choose import candidates, is_told
 from finetune.run.conflicts import FILES
 from finetune.run.facts import MOST_SIDE, left_to_adapter, tokens_flag
 from finetune.run.files import ADAPTER_CONFIG, RUN_RECORD, without_base
+from finetune.run.flags.adapter import TAKEN_BY_PEFT
 from finetune.run.flags.images import ImageModelArguments
 from finetune.run.flags.language import CausalModelArguments
 from finetune.run.flags.text import CONLL
@@ -226,15 +227,20 @@ def lora_of(run: Run, model: Model, notes: list[str]) -> Lora | None:
         raise RequestError(
             f"{run.said('use_peft')}: it adapts a trained model, and none is named. Add --model_name_or_path."
         )
-    every = sorted({tensor.name.split(".")[-2] for tensor in model.tensors if is_block_linear(tensor)})
+    fused = {tensor.name for tensor in model.tensors if len(tensor.shape) == 3}
+    taken = TAKEN_BY_PEFT if fused else ()
+    every = sorted(
+        {tensor.name.split(".")[-2] for tensor in model.tensors if is_block_linear(tensor)}.difference(taken)
+    )
     asked = run.value("lora_target_modules")
     targets = tuple(every if asked in (None, ["all-linear"]) else asked)
-    fused = {tensor.name for tensor in model.tensors if len(tensor.shape) == 3}
     if of_experts := [name for name in targets if any(f".{full}".endswith(f".{name}") for full in fused)]:
         raise RequestError(
             f"{run.said('lora_target_modules')}: adapters of experts ({of_experts[0]}) are trained, but not planned. "
             "Plan without them."
         )
+    if lost := [name for name in targets if name.rpartition(".")[2] in taken]:
+        raise RequestError(f"--lora_target_modules {lost[0]}: peft takes this name for the experts' tensors. Drop it.")
     own = model.head_modules if model.head in LABELLED else ()
     saved = (*own, *(run.value("lora_modules_to_save") or ()))
     lora = Lora(run.value("lora_r"), targets, run.value("lora_dropout"), saved, run.value("lora_use_dora"))

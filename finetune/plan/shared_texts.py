@@ -59,7 +59,7 @@ def check_shared(run: Run, job: Job) -> None:
         check_experts(job.model.sizes.config.get, job.expert_parallel_size)
         if job.model.family not in PLANNED:
             raise RequestError(
-                f"{run.said('expert_parallel_size')}: it is planned for {' and '.join(PLANNED)} only, and this is a "
+                f"{run.said('expert_parallel_size')}: it is planned for {', '.join(PLANNED)} only, and this is a "
                 f"{job.model.family}. Drop it; ZeRO-3 shards experts like any weight, and is planned."
             )
     size, said = job.sequence_parallel_size, run.said("sequence_parallel_size")

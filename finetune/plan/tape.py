@@ -12,6 +12,7 @@ Each method is an operator of torch's eager mode. What it saves follows torch 2.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from finetune.plan.recorder import Recorder
 from finetune.plan.values import FP32_BYTES, HALF_BYTES, Gemm, Lora, Op, Value
@@ -29,9 +30,11 @@ class Tape(Recorder):
         size = max(a.bytes_each, b.bytes_each)
         return self.op("add", (a, b), max(a.elements, b.elements), passes_on=True, bytes_each=size)
 
-    def add_in_place(self, a: Value, b: Value) -> Value:
+    def add_in_place(self, a: Value, b: Value, saves: Iterable[Value] = ()) -> Value:
+        """`saves`: of another operator, such as a division."""
         out = Value(a.elements, a.bytes_each, a.storage, a.needs_grad or b.needs_grad)
-        self._add(Op("add_", (a, b), (out,), passes_on=True, moved=a.bytes + b.bytes, moved_back=0))
+        saved = tuple(one.storage for one in saves) if out.needs_grad else ()
+        self._add(Op("add_", (a, b), (out,), saved, passes_on=True, moved=a.bytes + b.bytes, moved_back=0))
         return out
 
     def scale(self, x: Value, name: str = "scale") -> Value:
@@ -184,12 +187,14 @@ class Tape(Recorder):
 
     # Attention
 
-    def softmax(self, x: Value, bytes_each: int | None = None) -> Value:
+    def softmax(self, x: Value, bytes_each: int | None = None, is_safe: bool = False) -> Value:
         """On a GPU the backward pass first makes the product of gradient and output
-        (aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out)."""
+        (aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out). A safe one looks for scores that are all
+        masked, with a byte per score (aten/src/ATen/native/SoftMax.cpp, _safe_softmax)."""
         size = x.bytes_each if bytes_each is None else bytes_each
         product = x.elements * size if self.numbers.device == "cuda" else 0
-        return self.op("softmax", (x,), x.elements, saves_output=True, bytes_each=size, scratch_back=product)
+        return self.op("softmax", (x,), x.elements, saves_output=True, bytes_each=size, scratch_back=product,
+                       scratch=x.elements if is_safe else 0)  # fmt: skip
 
     def matmul(self, a: Value, b: Value, gemm: Gemm, casts: bool = True) -> Value:
         if self.numbers.autocast and casts:

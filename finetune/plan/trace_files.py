@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -22,7 +22,7 @@ from finetune.plan.families.parts import Sizes
 
 TRACES = Path(__file__).resolve().parent / "traces"
 # Configs have either; a mixture without dense layers need not say how wide these would be.
-ALSO = {"num_experts": "num_local_experts", "num_local_experts": "num_experts",
+ALSO = {"num_experts": "num_local_experts", "num_local_experts": "num_experts", "n_routed_experts": "num_local_experts",
         "intermediate_size": "moe_intermediate_size"}  # fmt: skip
 MOST_LAYERS = 2_000  # of which a plan still takes seconds
 EMPTY: tuple[Any, ...] = ([], 0, [], [], None)  # what an operator of a file lacks at its end
@@ -46,6 +46,8 @@ def sizes_of(kind: str, sizes: Sizes) -> dict[str, int]:
     for name, usual in file_of(kind)["sizes"].items():
         default = round(_sum(usual, found)) if isinstance(usual, list) else usual
         found[name] = sizes.labels if name == "num_labels" else sizes(name, ALSO.get(name, name), default=default)
+    if prefix := file_of(kind).get("prefix"):
+        found[prefix] = 0 if sizes.config.get(prefix) == 0 else sizes(prefix)
     layers = sum(found[name] for name in file_of(kind)["depths"])
     if layers > MOST_LAYERS:
         raise RequestError(f"{sizes.where}: {layers:,} layers are more than {MOST_LAYERS:,}. Mistyped?")
@@ -69,7 +71,7 @@ def known_trace(config: Mapping[str, Any], head: str, attention: str, where: str
         "window": given("sliding_window", default=data["choices"]["sliding_window"]) if program["beyond"] else None,
         "layers": sum(sizes[part["depth"]] for part in program["body"] if isinstance(part, dict)),
         "tensors": made.tensors(program["body"]),
-        "buffers": [[name, made.shape(shape), each] for name, shape, each in program["buffers"]],
+        "buffers": made.buffers(program),
         "hidden_size": made.side(program["hidden_size"]),
         "vocab_size": made.side(program["vocab_size"]),
         "head_modules": program["head_modules"],
@@ -80,7 +82,8 @@ def _program(
     data: Mapping[str, Any], config: Mapping[str, Any], sizes: dict[str, int], head: str, attention: str
 ) -> Any:
     """The one for this head and these settings; None if there is none. Some architectures have only eager attention."""
-    if min(sizes[name] for name in data["depths"]) < data["period"]:
+    first, least = sizes.get(data.get("prefix", ""), 1), data["period"] + sizes.get(data.get("prefix", ""), 0)
+    if not first or min(sizes[name] for name in data["depths"]) < least:
         return None
     if not all(_repeats(config.get(name), unit) for name, unit in data["lists"].items()):
         return None
@@ -109,9 +112,16 @@ def _sum(products: list[Any], sizes: Mapping[str, int]) -> float:
     )
 
 
+def _repeated(parts: Sequence[int], many: int, period: int) -> list[int]:
+    """So many parts, of which the last ones repeat."""
+    back = (max(-(-(at + 1 - len(parts)) // period), 0) * period for at in range(many))
+    return [parts[at - one] for at, one in enumerate(back)]
+
+
 class _Made:
     def __init__(self, data: Mapping[str, Any], sizes: dict[str, int]) -> None:
         self.parts, self.period, self.sizes, self.fitted = data["parts"], data["period"], sizes, list[list[float]]()
+        self.prefix = sizes.get(data.get("prefix", ""), 0)
         for size in data["size"]:
             self.fitted.append([0.0] * data["terms"])
             for term, *one in size:
@@ -131,10 +141,12 @@ class _Made:
             if isinstance(entry, int):
                 laid.append((self.parts[entry], ""))
                 continue
-            numbers = entry["parts"]
-            for at in range(self.sizes[entry["depth"]]):
-                back = max(-(-(at + 1 - len(numbers)) // self.period), 0) * self.period
-                laid.append((self.parts[numbers[at - back]], f"{entry['name']}.{at}"))
+            rest = self.sizes[entry["depth"]] - self.prefix
+            numbers = [
+                *_repeated(entry.get("first", ()), self.prefix, 1),
+                *_repeated(entry["parts"], rest, self.period),
+            ]
+            laid += [(self.parts[number], f"{entry['name']}.{at}") for at, number in enumerate(numbers)]
         return laid, begins
 
     def tensors(self, body: list[Any]) -> list[Any]:
@@ -143,6 +155,14 @@ class _Made:
             found += [[f"{name}{one}", self.shape(shape), layers if name else None] for one, shape in part["tensors"]]
             layers += bool(name)
         return found
+
+    def buffers(self, program: Mapping[str, Any]) -> list[Any]:
+        laid = [*self.laid(program["body"])[0], (program, "")]  # modules register those of layers first
+        return [
+            [f"{name}{one}", self.shape(shape), each]
+            for part, name in laid
+            for one, shape, each in part.get("buffers", ())
+        ]
 
     def trace(self, body: list[Any], kept: list[Any], result: Any) -> dict[str, Any]:
         laid, begins = self.laid(body)

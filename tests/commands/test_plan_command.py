@@ -580,6 +580,48 @@ def test_what_cannot_be_sharded_is_neither_planned_nor_proposed(flag: str, capsy
     assert not any("zero3" in layout for layout in layouts)
 
 
+DEEPSEEK = ("DeepSeek-V3", "--gpu", "H200", "--nodes", "16", "--gpus_per_node", "8", "--deepspeed", "zero3",
+            "--block_size", "4096", "--per_device_train_batch_size", "1", "--per_device_eval_batch_size", "1",
+            "--activation_checkpointing", "True", "--no_search")  # fmt: skip
+
+
+def test_deepseek_v3_is_planned_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """bf16 weights and gradients, fp32 masters, and Adam's states: 16 bytes per parameter, over 128 ranks."""
+    found = planned(capsys, *DEEPSEEK)
+    parameters = 671_026_404_352
+    assert found["job"]["parameters"] == parameters
+    assert found["fits"]
+    states = ("parameters", "master weights", "optimizer states", "gradients")
+    held = sum(found["ranks"][0]["resident"][kind] for kind in states)
+    assert held == pytest.approx(16 * parameters / 128, rel=1e-3)
+    layer = 256 * 3 * 7168 * 2048 * 2  # a layer's experts, gathered in bf16
+    assert layer < found["ranks"][0]["peak"]["by_kind"]["gathered parameters"] < 2 * layer
+
+
+def test_adapters_of_deepseek_v3_are_those_that_a_run_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    """All linear layers but those whose names peft takes for the experts' tensors: MLPs, and shared experts."""
+    sides = ((7168, 1536), (1536, 128 * 192), (7168, 512 + 64), (512, 128 * 256), (128 * 128, 7168))
+    adapted = planned(capsys, *DEEPSEEK, "--use_peft", "True")["job"]["parameters"] - 671_026_404_352
+    assert adapted == 61 * 16 * sum(map(sum, sides))
+    for name, said in (("gate_proj", "peft takes this name"), ("down_proj", "trained, but not planned")):
+        assert main(["plan", *DEEPSEEK, "--use_peft", "True", "--lora_target_modules", "q_a_proj", name]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--sequence_parallel_size", "4"), "differ in size (192 and 128)"),
+        (("--tiled_mlp_num_shards", "4"), "may not reach every expert"),
+    ],
+)
+def test_what_a_run_of_deepseek_v3_refuses_a_plan_refuses(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *DEEPSEEK, *words]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_recipe_is_planned_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--model_name_or_path", "gpt2", *ONE_CARD, "--no_search")
     assert planned(capsys, "seq_cls", *words) == planned(capsys, "--recipe", "seq_cls", *words)

@@ -20,10 +20,11 @@ from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, MASKED, SEQ2SE
 from finetune.plan.forward import build_tape
 from finetune.plan.forward.parts import Batch, Part
 from finetune.plan.model import KINDS, Model, heads_of_kind, model_of, with_lora
+from finetune.plan.named import find_model_config
 from finetune.plan.program import TEMPORARY
 from finetune.plan.step import Engine, Ledger, Pass
 from finetune.plan.tape import Tape
-from finetune.plan.values import Lora, Numbers
+from finetune.plan.values import ATTENTION, Lora, Numbers
 
 ROWS, TOKENS, IMAGE = 4, 64, 64
 SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96,
@@ -41,6 +42,11 @@ T5 = {"model_type": "t5", "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2
 LITE = {"model_type": "gptlite", **SMALL}
 LLAMA = {"model_type": "llama", **GROUPED}
 RESNET = {"model_type": "resnet", "embedding_size": 16, "hidden_sizes": [32, 64], "depths": [1, 2], "num_labels": 4}
+ROUTED = {"moe_intermediate_size": 32, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
+          "first_k_dense_replace": 1}  # fmt: skip
+LATENT = {"model_type": "deepseek_v3", **SMALL, **ROUTED, "num_key_value_heads": 4, "pad_token_id": 0, "n_group": 2,
+          "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+          "v_head_dim": 16}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp": (CLASSES, {"model_type": "mlp", "width": 64, "layers": 6}),
     "gptlite": (CAUSAL, LITE),
@@ -60,6 +66,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                            "num_experts_per_tok": 2}),
     "gpt_oss": (CAUSAL, {"model_type": "gpt_oss", **GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2,
                          "sliding_window": 32}),
+    "deepseek_v3": (CAUSAL, LATENT),
+    "deepseek_v3-whole-queries": (CAUSAL, {**LATENT, "first_k_dense_replace": 2, "num_hidden_layers": 5, "n_group": 1,
+                                           "q_lora_rank": None}),
+    "glm4_moe": (CAUSAL, {"model_type": "glm4_moe", **GROUPED, **ROUTED, "use_qk_norm": True, "attention_bias": True}),
+    "olmoe": (CAUSAL, {"model_type": "olmoe", **GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": (CAUSAL, {"model_type": "qwen2_moe", **GROUPED, "num_experts": 4, "num_experts_per_tok": 2,
+                           "moe_intermediate_size": 40, "shared_expert_intermediate_size": 72}),
     "smollm3": (CAUSAL, {"model_type": "smollm3", **GROUPED, "num_hidden_layers": 5}),
     "smollm3-window": (CAUSAL, {"model_type": "smollm3", **GROUPED, "num_hidden_layers": 9, "sliding_window": 32,
                                 "use_sliding_window": True}),
@@ -103,11 +116,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
                        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96,
                        "decoder_ffn_dim": 96, "vocab_size": 300, "max_position_embeddings": 128, "pad_token_id": 0}),
     "vit": (IMAGES, {"model_type": "vit", **VISION}),
-    "deepseek_v3": (CAUSAL, {
-        "model_type": "deepseek_v3", **WIDE, "num_hidden_layers": 3, "num_key_value_heads": 4, "intermediate_size": 96,
-        "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
-        "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8, "v_head_dim": 16}),
+    "dots1": (CAUSAL, {"model_type": "dots1", **WIDE, **ROUTED, "num_key_value_heads": 2, "head_dim": 16,
+                       "intermediate_size": 96, "sliding_window": None}),
 }  # fmt: skip
 
 
@@ -153,7 +163,7 @@ class Way:
 IN_EACH_WAY = ("gptlite", "llama", "gemma3_text", "mixtral", "gpt_oss", "bert", "t5", "resnet")
 ATTENTIVE = [name for name in MODELS if not name.startswith(("mlp", "resnet"))]
 CHECKPOINTED = ["mlp", "gptlite-tied-dropout", "gptlite-experts", "llama-7-layers", "gemma2", "gemma3_text", "mixtral",
-                "gpt2", "bert", "phi", "phi3", "distilbert", "t5", "gpt_oss", "smollm3"]  # fmt: skip
+                "gpt2", "bert", "phi", "phi3", "distilbert", "t5", "gpt_oss", "smollm3", "deepseek_v3"]  # fmt: skip
 ATTENTION_LORA = Lora(4, ("q_proj", "v_proj"))
 WIDE_LORA = Lora(4, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), dropout=0.1)
 DORA = Lora(4, WIDE_LORA.targets, is_dora=True)
@@ -301,6 +311,8 @@ def tolerance_of(name: str, way: Way) -> float:
     bf16 make a copy in another layout."""
     if way.half and name.startswith("resnet"):
         return 0.04
+    if name.startswith(("deepseek_v3", "glm4_moe", "olmoe", "qwen2_moe")):
+        return 0.01
     is_unseen = way.autocast and way.attention == "eager" and name in ("gpt2", "t5")
     return 0.07 if is_unseen else way.tolerance
 
@@ -330,14 +342,14 @@ OTHER_WAYS = (Way(), Way(half=True), Way(autocast=True), Way(attention="eager"),
 @pytest.mark.parametrize("name", OTHERS)
 def test_peaks_of_families_that_are_not_known_are_those_of_the_real_models(name: str, way: Way) -> None:
     real = real_peaks(name, way)
-    within = 0.05 if name == "deepseek_v3" else 0.09 if (name, way) == ("vit", Way(autocast=True)) else 0.02
+    within = 0.09 if (name, way) == ("vit", Way(autocast=True)) else 0.02
     assert planned_peaks(name, way) == {phase: pytest.approx(size, rel=within) for phase, size in real.items()}
 
 
 @pytest.mark.parametrize(
     "name",
-    ["mlp", "gptlite", "gptlite-experts", "llama", "mixtral", "gpt_oss", "gpt2", "phi", "bert", "distilbert", "t5",
-     "resnet"],
+    ["mlp", "gptlite", "gptlite-experts", "llama", "mixtral", "deepseek_v3", "gpt_oss", "gpt2", "phi", "bert",
+     "distilbert", "t5", "resnet"],
 )  # fmt: skip
 def test_gradients_come_in_the_order_of_the_real_backward_pass(name: str) -> None:
     """A full bucket is reduced when the next gradient comes, so that a layer's bias, if first, ends what waits."""
@@ -370,12 +382,12 @@ def test_products_of_the_forward_pass_are_those_that_torch_counts(name: str) -> 
 
 @pytest.mark.parametrize(
     ("name", "inner", "matrices"),
-    [("mixtral", 96, 3), ("qwen3_moe", 40, 3), ("gpt_oss", 96, 3), ("gptlite-experts", 96, 2)],
+    [("mixtral", 96, 3), ("qwen3_moe", 40, 3), ("gpt_oss", 96, 3), ("gptlite-experts", 96, 2), ("deepseek_v3", 32, 3)],
 )
 def test_products_of_experts_are_those_of_the_tokens_that_they_get(name: str, inner: int, matrices: int) -> None:
     _, tape = planned(name, Way())
     found = sum(gemm.flops for op in tape.ops for gemm in op.gemms if op.name == "grouped_mm")
-    layers, experts_a_token = 3, 2
+    layers, experts_a_token = 3 - MODELS[name][1].get("first_k_dense_replace", 0), 2
     assert found == 2 * ROWS * TOKENS * experts_a_token * matrices * 64 * inner * layers
 
 
@@ -390,9 +402,39 @@ def test_products_of_a_large_model_are_six_a_parameter_and_token() -> None:
     assert products > 6 * multiplied * 2 * 2048
 
 
+def test_products_of_deepseek_v3_are_those_of_its_active_parameters() -> None:
+    """36.6 billion, with the head but not the embeddings (the published README_WEIGHTS.md); attention comes on top."""
+    tape = build_tape(model_of(find_model_config("DeepSeek-V3")), Batch(1, 512), Numbers(2, "cuda"))
+    products = sum(gemm.flops for op in tape.ops for gemm in op.gemms if op.name != ATTENTION)
+    assert products == pytest.approx(2 * 36_625_603_584 * 512, rel=1e-3)
+
+
+def test_what_autograd_saves_for_numbers_of_experts_is_freed_with_them() -> None:
+    """The scores of experts are multiplied, but of their order only numbers are read, of which no gradient comes back:
+    groups of experts, and the mask of those outside, are not kept for the backward pass."""
+    _, tape = planned("deepseek_v3", Way())
+    saving = {name: [op.saved for op in tape.ops if op.name == name] for name in ("masked_fill", "topk", "gather")}
+    assert len(saving["masked_fill"]) == 2
+    assert not any(saving["masked_fill"])
+    assert not any(saving["topk"])
+    assert all(saving["gather"])
+
+
 @pytest.mark.parametrize("interval", [0, 1, 3])
 @pytest.mark.parametrize(
-    "name", ["mlp", "gptlite-tied-dropout", "llama", "gemma2", "gemma3_text", "bert", "t5", "mixtral"]
+    "name",
+    [
+        "mlp",
+        "gptlite-tied-dropout",
+        "llama",
+        "gemma2",
+        "gemma3_text",
+        "bert",
+        "t5",
+        "mixtral",
+        "deepseek_v3",
+        "glm4_moe",
+    ],
 )
 @pytest.mark.parametrize("numbers", [Numbers(2, "cuda"), Numbers(autocast=True)], ids=["half", "autocast"])
 def test_layers_that_are_not_recorded_change_nothing(

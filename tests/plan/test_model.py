@@ -34,6 +34,10 @@ SMALL = {
     "vocab_size": 101,
 }
 GROUPED = {**SMALL, "num_key_value_heads": 2}
+FEW = {"num_experts_per_tok": 2, "moe_intermediate_size": 40}
+LATENT = {**SMALL, **FEW, "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+          "first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12,
+          "qk_rope_head_dim": 8, "v_head_dim": 28}  # fmt: skip
 DISTIL = {"dim": 64, "n_layers": 3, "n_heads": 4, "hidden_dim": 96, "vocab_size": 101}
 GPT2 = {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 101, "n_positions": 32}
 T5 = {"d_model": 64, "d_kv": 24, "d_ff": 96, "num_layers": 3, "num_heads": 4, "vocab_size": 101}
@@ -67,6 +71,13 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
         CAUSAL,
         {**GROUPED, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "mlp_only_layers": [1]},
     ),
+    ("olmoe", CAUSAL, {**GROUPED, "num_experts": 3, "num_experts_per_tok": 2}),
+    ("qwen2_moe", CAUSAL, {**GROUPED, **FEW, "num_experts": 3, "shared_expert_intermediate_size": 56}),
+    ("glm4_moe", CAUSAL, {**GROUPED, **FEW, "head_dim": 24, "n_routed_experts": 3, "attention_bias": True}),
+    ("glm4_moe", CAUSAL, {**GROUPED, **FEW, "n_routed_experts": 3, "use_qk_norm": True, "attention_bias": True}),
+    ("deepseek_v3", CAUSAL, LATENT),
+    ("deepseek_v3", TOKENS, {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2}),
+    ("deepseek_v3", CAUSAL, {**LATENT, "first_k_dense_replace": 0}),
     ("phi3", CAUSAL, {**GROUPED, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
     ("phi", CAUSAL, {**GROUPED, "qk_layernorm": True}),
     ("smollm3", CAUSAL, {**GROUPED, "pad_token_id": 0}),

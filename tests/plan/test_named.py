@@ -22,8 +22,9 @@ from finetune.plan.named import TABLE, find_model, find_model_config, model_name
 from finetune.run.sizes import GPTLITE_SIZES as SIZES
 
 # In the hub's files, but no fields of the classes of transformers 5.23: T5's positions are relative, and
-# modeling_qwen3_moe.py asks for head_dim with getattr.
-OF_THE_FILE = {"t5": {"n_positions"}, "qwen3_moe": {"head_dim"}, "phi3": {"partial_rotary_factor"}}
+# modeling_qwen3_moe.py and modeling_glm4_moe.py ask for head_dim with getattr.
+OF_THE_FILE = {"t5": {"n_positions"}, "qwen3_moe": {"head_dim"}, "phi3": {"partial_rotary_factor"},
+               "glm4_moe": {"head_dim", "partial_rotary_factor"}}  # fmt: skip
 ENTRIES: dict[str, dict[str, Any]] = json.loads(TABLE.read_text(encoding="utf-8"))
 GPTLITES = [f"gptlite-{size}" for size in SIZES]
 HUB = [name for name, entry in ENTRIES.items() if "hub" in entry]
@@ -100,6 +101,12 @@ def test_no_spelling_means_two_models() -> None:
         ("Qwen/Qwen3-8B-Instruct-2612", "Qwen3-8B"),
         ("microsoft/Phi-4-mini-reasoning", "Phi-4-mini"),
         ("UNSLOTH/GPT-OSS-20B-BF16", "gpt-oss-20b"),
+        ("deepseek-ai/DeepSeek-V3-0324", "DeepSeek-V3"),
+        ("unsloth/DeepSeek-V3.1-Base", "DeepSeek-V3.1"),
+        ("deepseek-ai/DeepSeek-R1-0528", "DeepSeek-R1"),
+        ("moonshotai/Moonlight-16B-A3B-Instruct", "Moonlight-16B-A3B"),
+        ("zai-org/GLM-4.5-Air-Base", "GLM-4.5-Air"),
+        ("Qwen/Qwen1.5-MoE-A2.7B-Chat", "Qwen1.5-MoE-A2.7B"),
     ],
 )
 def test_who_gives_a_model_and_how_it_was_trained_and_kept_make_no_other_shape(given: str, name: str) -> None:
@@ -116,7 +123,9 @@ def test_who_gives_a_model_and_how_it_was_trained_and_kept_make_no_other_shape(g
         "Llama-3.4-8B", "Llama-3.1-9B", "Llama-3-18B", "Llama-4-8B", "Mistral-7B", "Mistral-7B-v0.4", "gemma-1.1-7b-it",
         "Mistral-Small-Instruct-2409", "Mistral-Small-3.2-24B-Instruct-2506", "Phi-3-mini-128k-instruct", "roberta",
         "t5", "bert-uncased", "Qwen2.5-VL-7B-Instruct", "Qwen2-7B", "Qwen3-Embedding-8B", "Phi-4-mini-flash-reasoning",
-        "Hermes-3-Llama-3.1-8B", "a/b/Qwen3-4B", "/models/Qwen3-4B", "./Qwen3-4B", "~/Qwen3-4B", "Qwen3-4B/", "-", "/",
+        "DeepSeek-V3.2", "DeepSeek-V2-Lite",
+        "GLM-4.6", "Hermes-3-Llama-3.1-8B", "a/b/Qwen3-4B", "/models/Qwen3-4B",
+        "./Qwen3-4B", "~/Qwen3-4B", "Qwen3-4B/", "-", "/",
     ],
 )  # fmt: skip
 def test_another_size_or_version_and_a_path_are_never_taken_for_one_that_is_known(given: str) -> None:
@@ -141,6 +150,7 @@ def test_weights_that_cannot_be_trained_are_refused_with_the_model_that_can(give
 def test_an_entry_says_what_a_plan_of_it_leaves_out() -> None:
     assert "without the vision tower" in find_model("google/gemma-3-12b-pt").notes[0]
     assert "MXFP4" in find_model("gpt-oss-120b").notes[0]
+    assert "FP8" in find_model("DeepSeek-R1").notes[0]
     assert find_model("google/gemma-3-1b-pt").notes == ()
 
 

@@ -32,6 +32,8 @@ SMALL = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "i
          "vocab_size": 101, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 GROUPED = {**SMALL, "num_key_value_heads": 2}
 ENCODER = {**SMALL, "max_position_embeddings": 32}
+ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+          "first_k_dense_replace": 1}  # fmt: skip
 ROTARY = (
     "llama",
     "mistral",
@@ -46,6 +48,9 @@ ROTARY = (
     "qwen3_moe",
     "smollm3",
     "gpt_oss",
+    "glm4_moe",
+    "olmoe",
+    "qwen2_moe",
 )
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": (CLASSES, ENCODER),
@@ -58,10 +63,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": (CAUSAL, {**GROUPED, "num_local_experts": 4}),
     "gpt_oss": (CAUSAL, {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": (CAUSAL, {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}),
+    "glm4_moe": (CAUSAL, {**GROUPED, **ROUTED, "head_dim": 12, "n_group": 1, "topk_group": 1}),
+    "olmoe": (CAUSAL, {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": (CAUSAL, {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+                           "shared_expert_intermediate_size": 40}),
+    "deepseek_v3": (CAUSAL, {**SMALL, **ROUTED, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4,
+                             "q_lora_rank": 16, "kv_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+                             "v_head_dim": 12}),
     "t5": (SEQ2SEQ, {"d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 101,
                      "decoder_start_token_id": 0, "pad_token_id": 0}),
     "resnet": (IMAGES, {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}),
 }  # fmt: skip
+MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "olmoe", "qwen2_moe", "deepseek_v3")
 AUTO = {CAUSAL: AutoModelForCausalLM, CLASSES: AutoModelForSequenceClassification, SEQ2SEQ: AutoModelForSeq2SeqLM,
         IMAGES: AutoModelForImageClassification}  # fmt: skip
 HEADS = {"distilbert": "n_heads", "gpt2": "n_head", "t5": "num_heads"}
@@ -95,8 +108,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *((kind, {HEADS.get(kind, "num_attention_heads"): 5}) for kind in MODELS if kind != "resnet"),
     *((kind, {"vocab_size": size}) for kind in MODELS if kind != "resnet" for size in (0, -3)),
     *((kind, {ACTS.get(kind, "hidden_act"): act}) for kind in MODELS for act in ("nonsense", "tanh")),
-    *((kind, change) for kind in ROTARY for change in OF_DECODERS),
-    *((kind, {"num_experts_per_tok": count}) for kind in ("mixtral", "qwen3_moe", "gpt_oss") for count in (4, 16)),
+    *((kind, change) for kind in (*ROTARY, "deepseek_v3") for change in OF_DECODERS),
+    *(("deepseek_v3", change) for change in (
+        {"n_group": 1}, {"n_group": 3}, {"n_group": 4}, {"topk_group": 2}, {"topk_group": 3}, {"qk_rope_head_dim": 5},
+        {"q_lora_rank": None}, {"first_k_dense_replace": 0}, {"first_k_dense_replace": 9},
+        {"n_group": 1, "topk_group": 2}, {"num_key_value_heads": None})),
+    *((kind, {"num_experts_per_tok": count}) for kind in MIXTURES for count in (4, 16)),
     *(("gptlite", {"num_experts": 4, "num_experts_per_tok": count}) for count in (1, 4, 5)),
     *((kind, {"pad_token_id": 500}) for kind in ("bert", "roberta", "distilbert", "gpt2", "t5")),
     *((kind, {name: 1.5}) for kind, name in (("bert", "hidden_dropout_prob"), ("gpt2", "resid_pdrop"),

@@ -19,6 +19,8 @@ LAYERS = 9
 SMALL = {"hidden_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "intermediate_size": 96,
          "vocab_size": 300, "max_position_embeddings": 128}  # fmt: skip
 GROUPED = {**SMALL, "num_key_value_heads": 2, "head_dim": 16}
+ROUTED = {"moe_intermediate_size": 32, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
+          "first_k_dense_replace": 1}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "mlp": {"width": 64, "layers": LAYERS},
     "gptlite": SMALL,
@@ -31,6 +33,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3_text": {**GROUPED, "sliding_window": 32, "num_hidden_layers": 26},
     "mixtral": {**GROUPED, "num_local_experts": 4},
     "qwen3_moe": {**GROUPED, "num_experts": 4, "moe_intermediate_size": 40, "num_experts_per_tok": 2},
+    "olmoe": {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {**GROUPED, "num_experts": 4, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 72},
+    "glm4_moe": {**GROUPED, **ROUTED, "attention_bias": True},
+    "deepseek_v3": {**SMALL, **ROUTED, "num_hidden_layers": LAYERS + 5, "first_k_dense_replace": 3, "n_group": 2,
+                    "num_key_value_heads": 4, "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 16,
+                    "qk_nope_head_dim": 16,
+                    "qk_rope_head_dim": 8, "v_head_dim": 16},
     "gpt_oss": {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32},
     "smollm3": {**GROUPED, "num_hidden_layers": 18},
     "t5": {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": LAYERS + 1, "num_heads": 4, "vocab_size": 300},

@@ -28,9 +28,12 @@ OTHER_SIZES = {
     "vocab_size": 51000, "num_labels": 5, "max_position_embeddings": 200, "type_vocab_size": 3, "dim": 96, "n_heads": 6,
     "hidden_dim": 80, "n_embd": 96, "n_head": 6, "n_inner": 112, "n_positions": 200, "num_experts": 8,
     "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "d_model": 96, "num_heads": 6,
-    "d_kv": 24, "d_ff": 80, "relative_attention_num_buckets": 16,
+    "d_kv": 24, "d_ff": 80, "relative_attention_num_buckets": 16, "n_group": 4, "topk_group": 2, "n_routed_experts": 16,
+    "n_shared_experts": 3, "q_lora_rank": 40, "kv_lora_rank": 48, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12,
+    "v_head_dim": 20, "shared_expert_intermediate_size": 72,
 }  # fmt: skip
 DEPTHS, TOKENS = (9, 2, 1, 14), {"pad_token_id": 0, "decoder_start_token_id": 0}
+PREFIXES = (2, 1, 4)
 OPT = {"model_type": "opt", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 128,
        "vocab_size": 500, "max_position_embeddings": 512, "word_embed_proj_dim": 64, "dropout": 0.0}  # fmt: skip
 
@@ -45,15 +48,19 @@ def test_a_size_is_fitted_exactly(head: str) -> None:
 
 def given(name: str, when: dict[str, Any]) -> dict[str, Any]:
     """Settings of a config for which `when` holds."""
-    off: dict[str, Any] = {"sliding_window": None, "mlp_only_layers": [], "classifier_dropout": None}
-    usual, found = file_of(name)["choices"], dict[str, Any]()
+    off: dict[str, Any] = {"sliding_window": None, "mlp_only_layers": []}
+    data, found = file_of(name), dict[str, Any]()
+    usual = data["choices"]
     for key, value in when.items():
-        if key == "grouped" or isinstance(usual.get(key), bool) or not isinstance(value, bool):
+        if key in data["sizes"] and isinstance(value, bool):
+            found |= {} if value else {key: None}
+        elif key == "grouped" or isinstance(usual.get(key), bool) or not isinstance(value, bool):
             found[key] = value
         else:
             on = usual[key] or (4096 if key == "sliding_window" else 0.1)
-            found[key] = on if value else off.get(key, None if "capping" in key else 0.0)
-    pairs = {} if found.pop("grouped", True) else {"num_key_value_heads": OTHER_SIZES["num_attention_heads"]}
+            found[key] = on if value else off.get(key, None if usual[key] is None or "capping" in key else 0.0)
+    is_grouped = found.pop("grouped", True) and "num_key_value_heads" in data["sizes"]
+    pairs = {} if is_grouped else {"num_key_value_heads": OTHER_SIZES["num_attention_heads"]}
     return {**found, **pairs}
 
 
@@ -71,11 +78,26 @@ def test_a_known_program_is_what_the_installed_transformers_records(name: str, h
     sizes = {key: size for key, size in OTHER_SIZES.items() if key in data["sizes"]}
     for number, program in enumerate(one for one in data["programs"] if one["head"] == head):
         config = {"model_type": name, **TOKENS, **sizes, **given(name, program["when"])}
-        config |= dict.fromkeys(data["depths"], max(DEPTHS[number % len(DEPTHS)], data["period"]))
+        first = PREFIXES[number % len(PREFIXES)] if "prefix" in data else 0
+        config |= dict.fromkeys(data["depths"], first + max(DEPTHS[number % len(DEPTHS)], data["period"]))
+        config |= {data["prefix"]: first} if first else {}
         if head == SPANS:
             config["num_labels"] = 2
         real = traced(config, head, program["attention"])
         assert known_trace(config, head, program["attention"], name) == json.loads(json.dumps(real))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"first_k_dense_replace": 0}, {"first_k_dense_replace": 3}, {"hidden_act": "gelu"}, {"norm_topk_prob": False}],
+    ids=str,
+)
+def test_a_mixture_without_dense_layers_or_without_others_has_no_known_program(more: dict[str, Any]) -> None:
+    config = {**find_model_config("DeepSeek-V3"), "num_hidden_layers": 3, "first_k_dense_replace": 2}
+    known = known_trace(config, CAUSAL, "sdpa", "V3")
+    assert known is not None
+    assert known["layers"] == 3
+    assert known_trace({**config, **more}, CAUSAL, "sdpa", "V3") is None
 
 
 @pytest.mark.parametrize("name", [name for name in model_names() if find_model_config(name)["model_type"] in KNOWN])
@@ -91,11 +113,10 @@ def test_models_known_by_name_are_planned_without_torch(name: str, monkeypatch: 
         {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
          "intermediate_size": 128, "vocab_size": 500, "max_position_embeddings": 512},
         {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 500},
-        {"model_type": "deepseek_v3", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+        {"model_type": "dots1", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
          "num_key_value_heads": 4, "intermediate_size": 128, "moe_intermediate_size": 32, "n_routed_experts": 8,
-         "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "vocab_size": 500,
-         "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-         "max_position_embeddings": 512},
+         "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "vocab_size": 500,
+         "max_position_embeddings": 512, "sliding_window": None},
     ],
     ids=lambda config: config["model_type"],
 )  # fmt: skip

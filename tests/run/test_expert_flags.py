@@ -139,13 +139,16 @@ def test_ranks_share_experts_evenly(argv: tuple[str, ...], said: str) -> None:
 
 
 def test_a_plan_refuses_experts_that_a_run_could_not_divide() -> None:
-    """Models other than the planned ones, too: gpt-oss does not train in expert parallelism, and OLMoE does, but is
-    only traced."""
+    """Models other than the planned ones, too: gpt-oss and DeepSeek-V3 do not train in expert parallelism."""
     for words, said in (
         ((*TINY, "--config_overrides", "num_experts=5"), "does not divide the model's 5 experts"),
         ((*TINY, "--deepspeed", "zero3"), "DS509"),
         ((*TINY, "--sequence_parallel_size", "2"), "they train together, but are planned one at a time"),
-        (("--model_name_or_path", "gpt-oss-20b"), "planned for mixtral and qwen3_moe only"),
+        (
+            ("--model_name_or_path", "DeepSeek-V3"),
+            "planned for mixtral, qwen3_moe, olmoe only, and this is a deepseek_v3",
+        ),
+        (("--model_name_or_path", "gpt-oss-20b"), "planned for mixtral, qwen3_moe, olmoe only"),
         (("--model_name_or_path", "Llama-3.2-1B"), "the model has no experts"),
     ):
         with pytest.raises(RequestError, match=said):

@@ -110,6 +110,7 @@ def test_a_pipelines_checkpoints_can_be_offloaded_and_nothing_else(kwargs: str) 
 
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+LATENT = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
 
 
 @pytest.mark.parametrize(
@@ -123,6 +124,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
         ({**HEADS, "sliding_window": 64}, 2, None, "the last 64 tokens"),
         ({**HEADS, "layer_types": ["full_attention", "linear_attention"]}, 2, None, "has linear_attention layers"),
         ({**HEADS, "layerdrop": 0.1}, 2, None, "layerdrop"),
+        ({**HEADS, **LATENT, "v_head_dim": 16}, 2, None, r"differ in size \(24 and 16\)"),
     ],
 )
 def test_a_model_whose_attention_cannot_be_shared_is_refused_by_its_config(
@@ -141,6 +143,7 @@ def test_a_model_whose_attention_cannot_be_shared_is_refused_by_its_config(
     [
         (HEADS, 4, None),  # two key-value heads are copied
         ({**HEADS, "sliding_window": 64}, 2, 64),
+        ({**HEADS, **LATENT, "v_head_dim": 24}, 2, 64),
         ({**HEADS, "sliding_window": 64, "use_sliding_window": False}, 2, 128),
         ({**HEADS, "sliding_window": 64, "layer_types": ["full_attention"]}, 2, 128),
     ],

@@ -175,6 +175,9 @@ QWEN = {"model_type": "qwen3_moe", "vocab_size": 120, "num_hidden_layers": 3, "h
         "norm_topk_prob": True, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
         "decoder_sparse_step": 1, "mlp_only_layers": []}  # fmt: skip
 MIXTRAL = {**QWEN, "model_type": "mixtral", "num_local_experts": 4, "sliding_window": None}
+OLMOE = {"model_type": "olmoe", "vocab_size": 120, "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96,
+         "num_experts": 4, "num_experts_per_tok": 4, "norm_topk_prob": False, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -188,13 +191,31 @@ MIXTRAL = {**QWEN, "model_type": "mixtral", "num_local_experts": 4, "sliding_win
         (QWEN, 2, {"precision": "bf16", "micro_batch": 4}),
         (QWEN, 2, {"micro_batch": 4, "optimizer": CPU_ADAM}),
         (MIXTRAL, 1, {"world_size": 4, "accumulation": 2, "micro_batch": 2, "optimizer": CPU_ADAM}),
+        (OLMOE, 2, {"micro_batch": 4}),
     ],
-    ids=["ZeRO-2", "ZeRO-1", "pairs of pairs", "an expert a rank", "recomputed", "bf16", "offload", "offload, pairs"],
+    ids="ZeRO-2;ZeRO-1;pairs of pairs;an expert a rank;recomputed;bf16;offload;offload, pairs;OLMoE".split(";"),
 )
 def test_ranks_that_share_experts_take_what_is_planned(
     config: dict[str, Any], stage: int, values: dict[str, Any], tmp_path: Path
 ) -> None:
     assert_shared(config, stage, {"expert_parallel_size": 2, "tokens": 128, **values}, tmp_path, 0.01)
+
+
+LATENT = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 500,
+          "hidden_size": 128, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 4,
+          "intermediate_size": 256, "moe_intermediate_size": 64, "n_routed_experts": 8, "n_shared_experts": 1,
+          "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 2, "q_lora_rank": 48,
+          "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+          "max_position_embeddings": 128, "tie_word_embeddings": False}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["none", "zero2", "zero3"])
+def test_deepseek_v3_takes_what_is_planned(layout: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LATENT))
+    said = plan(str(tmp_path), *HERE, "--per_device_train_batch_size", "8", "--deepspeed", layout, "--verify")
+    for name, error in (("between steps", 0.01), ("peak", 0.02)):
+        planned, measured = figures(said, name)
+        assert planned == pytest.approx(measured, rel=error)
 
 
 def test_a_pipelines_loss_in_chunks_takes_what_is_planned(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ BERTS = dict.fromkeys(("bert", "roberta"), ("hidden_size", "num_attention_heads"
 ENCODERS = {**BERTS, "distilbert": ("dim", "n_heads")}
 SHARED = {
     "gpt2": ("n_embd", "n_head"),
-    **dict.fromkeys(("gptlite", "llama", "gemma2", "gemma3_text"), ("hidden_size", "num_attention_heads")),
+    **dict.fromkeys(("gptlite", "llama", "gemma2", "gemma3_text", "olmoe"), ("hidden_size", "num_attention_heads")),
     **ENCODERS,
 }
 ACTIVATIONS = {  # config keys, for families where it is not hidden_act
@@ -38,9 +38,11 @@ ROPE_KEYS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 PHI3_ROPES = ("default", "longrope", "su", "yarn")  # its config maps the last two to the second
-PARTIAL = {"phi": 0.5, "phi3": 1.0}  # the share of each head that is rotated, if the config has none
+PARTIAL = {"phi": 0.5, "phi3": 1.0, "glm4_moe": 0.5}  # the share of each head that is rotated, if the config has none
 LAYER_TYPES = ("full_attention", "sliding_attention")
 ROTARY = tuple(kind for kind in KNOWN if kind not in (*ENCODERS, "gpt2", "t5"))
+LATENT = ("deepseek_v3",)  # with one latent vector for the keys and values of all heads
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 PADDED = {*ROTARY, *ENCODERS}  # families whose embedding has a row for the padding token
 
 
@@ -55,15 +57,20 @@ def _faults(kind: str, sizes: Sizes) -> Iterator[str]:
     if kind == "gptlite" and sizes.config.get("num_experts"):
         found = {name: sizes(name, default=2) for name in ("num_experts", "num_experts_per_tok")}
     if chosen := found.get("num_experts_per_tok"):
-        many = found.get("num_experts") or found["num_local_experts"]
+        many = next(found[name] for name in COUNTS if name in found)
         if chosen > many:
             yield f"num_experts_per_tok is {chosen}, but there are {many} experts. Give at most that many."
     if kind in SHARED:
         width, heads = SHARED[kind]
         if sizes(width) % sizes(heads):
             yield f"{width} {sizes(width):,} is not a multiple of {heads} {sizes(heads)}. Change one of them."
-    if kind in ROTARY:
+    if kind in LATENT:
+        yield from _latent(sizes, found)
+    elif kind in ROTARY:
         yield from _decoder(kind, sizes, found)
+    if kind in ROTARY:
+        yield from _layers(kind, sizes)
+        yield from _rope(kind, sizes)
     yield from _words(kind, sizes)
     pad = sizes.config.get("pad_token_id")
     if kind in PADDED and isinstance(pad, int) and not -sizes("vocab_size") <= pad < sizes("vocab_size"):
@@ -71,10 +78,14 @@ def _faults(kind: str, sizes: Sizes) -> Iterator[str]:
 
 
 def _decoder(kind: str, sizes: Sizes, found: dict[str, int]) -> Iterator[str]:
-    heads, pairs, width = (found[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    heads, pairs = found["num_attention_heads"], found["num_key_value_heads"]
+    width = sizes("head_dim", default=found.get("head_dim", found["hidden_size"] // heads))
+    if "head_dim" not in found and width * heads != found["hidden_size"]:
+        yield f"head_dim is {width}, but that of {kind} is hidden_size / num_attention_heads. Remove it."
     if heads % pairs:
         yield f"num_attention_heads {heads} is not a multiple of num_key_value_heads {pairs}. Change one of them."
     turned = int(width * sizes.share("partial_rotary_factor", PARTIAL.get(kind, 1.0))) if kind in PARTIAL else width
+    turned += turned % 2 if kind == "glm4_moe" else 0  # it counts what is rotated in pairs of angles
     if turned % 2 or turned > width:
         yield (
             f"a head is {width} wide, of which {turned} are rotated, but that must be an even number, and at most the "
@@ -82,12 +93,26 @@ def _decoder(kind: str, sizes: Sizes, found: dict[str, int]) -> Iterator[str]:
         )
     if kind == "gpt_oss" and (share := sizes.share("partial_rotary_factor", 1.0)) != 1:
         yield f"partial_rotary_factor is {share}, but gpt_oss rotates whole heads. Remove it."
+
+
+def _latent(sizes: Sizes, found: dict[str, int]) -> Iterator[str]:
+    experts, groups, chosen = (found[name] for name in ("n_routed_experts", "n_group", "topk_group"))
+    if experts % groups or experts == groups:
+        yield f"n_routed_experts {experts} are not n_group {groups} groups of two or more. Change one of them."
+    if chosen > groups:
+        yield f"topk_group is {chosen}, but n_group is {groups}. Give at most that many."
+    if (width := found["qk_rope_head_dim"]) % 2:
+        yield f"qk_rope_head_dim is {width}, but the rotated part of a head must be an even number."
+    if (other := sizes("head_dim", default=width)) != width:
+        yield f"head_dim is {other}, but rotations are as wide as qk_rope_head_dim {width}. Remove it."
+
+
+def _layers(kind: str, sizes: Sizes) -> Iterator[str]:
     types, layers = sizes.config.get("layer_types"), sizes("num_hidden_layers")
     if types is not None and (not isinstance(types, list) or len(types) != layers):
         yield f"layer_types must be a list of num_hidden_layers {layers} entries. Fix it, or remove it."
     elif strange := [one for one in types or () if one not in LAYER_TYPES]:
         yield f"layer_types has {strange[0]!r}, but the known types are {' and '.join(LAYER_TYPES)}."
-    yield from _rope(kind, sizes)
 
 
 def _rope(kind: str, sizes: Sizes) -> Iterator[str]:

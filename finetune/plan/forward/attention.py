@@ -146,19 +146,19 @@ def _math(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mask
     scaled, scaled_key = tape.scale(query), tape.scale(key)
     turned_key = scaled_key if "k" in heads.by_head else tape.copy(scaled_key)
     turned = scaled if "q" in heads.by_head else tape.copy(scaled)
-    scores = tape.matmul(turned, turned_key, heads.scores, casts=False)
-    if mask is not None and mask.bytes_each > 1:
-        scores = tape.add(scores, mask)
-    elif heads.causal or mask is not None:
+    if heads.causal if mask is None else mask.bytes_each == 1:  # made floats
         rows = heads.batch.rows if heads.batch.documents else 1
-        made = tape.op("mask", (), rows * heads.tokens * heads.looked_at, bytes_each=FP32_BYTES, needs_grad=False)
-        scores = tape.add(scores, made)
-        tape.hold(made)
-    weights = tape.dropout(tape.softmax(scores), heads.dropout)
+        many = rows * heads.tokens * heads.looked_at
+        mask = tape.op("mask", (), many, bytes_each=FP32_BYTES, needs_grad=False)
+    masks = () if mask is None else (mask,)
+    scores = tape.matmul(turned, turned_key, heads.scores, casts=False)
+    for one in masks:
+        scores = tape.add_in_place(scores, one)
+    weights = tape.dropout(tape.softmax(scores, is_safe=True), heads.dropout)
     low = tape.cast(weights, size)
     mixed = tape.matmul(weights, value if "v" in heads.by_head else tape.copy(value), heads.mix, casts=False)
     out = tape.cast(mixed, size)
-    tape.hold(scaled, low, query, key, value)
+    tape.hold(scaled, low, query, key, value, *masks)
     return tape.op("copy", (out,), out.elements)  # as in `_eager`
 
 

@@ -19,7 +19,8 @@ LAYER = re.compile(r".*?\.\d+(?=\.)")  # the name of the layer that a parameter 
 
 class Uses:
     """What a trace's values are used for: in slices, by a softmax, by which attention; which storages die at each
-    operator; and the head's place."""
+    operator; the head's place; and the values that no gradient reaches, such as scores of which only the best places
+    are read: what autograd saves for them is freed as soon as they are."""
 
     def __init__(self, trace: Trace) -> None:
         self.dying = defaultdict[int, list[int]](list)
@@ -30,6 +31,19 @@ class Uses:
         self.in_softmax = {number for name, _, number in users if name == SOFTMAX}
         self.attentions = {number: op for name, op, number in users if name == ATTENTION}
         self.head = max((at for at, op in enumerate(trace.ops) if op["name"] in LINEAR and op["weights"]), default=-1)
+        self.idle = _idle(trace)
+
+
+def _idle(trace: Trace) -> set[int]:
+    """By storage: what an operator writes into a view is read through others."""
+    reached = {trace.values[number][2] for number in (trace.result, *trace.kept)}
+    idle = set[int]()
+    for op in reversed(trace.ops):
+        if reached.isdisjoint(trace.values[number][2] for number in op["out"]):
+            idle.update(op["out"])
+        else:
+            reached.update(trace.values[number][2] for number in op["in"] if trace.values[number][3])
+    return idle
 
 
 uses_of = lru_cache(maxsize=8)(Uses)
@@ -37,7 +51,8 @@ uses_of = lru_cache(maxsize=8)(Uses)
 
 @dataclass(frozen=True)
 class Cut:
-    """The operators of a segment. `first`: the first value and storage that it makes."""
+    """The operators of a segment. `first`: the first value and storage that it makes, not those of views of earlier
+    ones."""
 
     ops: tuple[tuple[int, Any], ...]
     layer: int | None
@@ -49,11 +64,13 @@ class Cut:
 @lru_cache(maxsize=8)
 def cuts_of(trace: Trace) -> list[Cut]:
     """In order."""
-    found, before = list[Cut](), (0, 0)
+    found, before, last = list[Cut](), (0, 0), -1
     for segment, group in groupby(enumerate(trace.ops), key=lambda one: one[1]["segment"]):
         ops, layer = tuple(group), segment // 2 if segment % 2 else None
         made = [number for _, op in ops for number in op["out"]]
-        first = min(made), min(trace.values[number][2] for number in made)
+        places = [trace.values[number][2] for number in made]
+        first = min(made), min((place for place in places if place > last), default=last + 1)
+        last = max(last, *places)
         names = [LAYER.match(weight) for _, op in ops for weight in op["weights"]]
         name = "head" if found else "embeddings"
         if layer is not None:

@@ -14,6 +14,11 @@ ALIGNED = 8  # rows to which the tokens of each expert are padded (moe/ep_kernel
 INT32_BYTES = 4
 
 
+def mixture_of(op: Any) -> str:
+    """The name of the module that has this router; of another operator, a name that no mixture has."""
+    return str(op["weights"][-1].removesuffix(".gate.weight"))
+
+
 def end_of_mixture(ops: Sequence[Any], x: int, storage_of: Callable[[int], int]) -> tuple[int, int]:
     """Where a layer's mixture ends, whose router is the first of `ops` and reads `x`, and the value that it gives: the
     next operator that reads what was there before, besides `x` itself, reads it too."""

@@ -97,8 +97,8 @@ def stack(
 
 def pattern(keys: Sequence[Hashable]) -> tuple[int, int, int]:
     """The repeating pattern of layers: where it begins, its period, and how often it repeats. One period before and one
-    after it are recorded as well, because the ends may differ; so are one or two first layers unlike all others."""
-    for alone in (0, 1, 2):
+    after it are recorded as well, because the ends may differ; so are the first layers unlike all others."""
+    for alone in range(len(keys)):
         rest = keys[alone:]
         for period in range(1, LONGEST_PERIOD):
             repeats = len(rest) // period - 2

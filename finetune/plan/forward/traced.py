@@ -11,7 +11,7 @@ from typing import Any
 from finetune.plan.families.parts import IMAGES, VECTORS
 from finetune.plan.forward.attention import FUSED, Heads, attend, document_mask, kind_of
 from finetune.plan.forward.cuts import LINEAR, SOFTMAX, Cut, cuts_of, uses_of
-from finetune.plan.forward.expert_parallel import end_of_mixture, expert_parallel
+from finetune.plan.forward.expert_parallel import end_of_mixture, expert_parallel, mixture_of
 from finetune.plan.forward.losses import chunked_loss, output_in_fp32, vector_loss
 from finetune.plan.forward.parts import RNG_STATE_BYTES, Setting, pattern, renamed, terms
 from finetune.plan.model import Trace
@@ -62,11 +62,6 @@ def tape_of_trace(trace: Trace, setting: Setting) -> Value:
     return player.values[trace.result]
 
 
-def _mixture_of(op: Any) -> str:
-    """The name of the module that has this router; of another operator, a name that no mixture has."""
-    return str(op["weights"][-1].removesuffix(".gate.weight"))
-
-
 def _alike(parts: list[Cut], setting: Setting) -> dict[int | None, Cut]:
     """Layers that need not be played, each with one that it repeats."""
     found = dict[int | None, Cut]()
@@ -87,6 +82,7 @@ class _Player:
         self.values: dict[int, Value] = {}
         self.storages: dict[int, Storage] = {}
         self.whole: dict[int, int] = {}  # bytes per element before a conversion to fp32
+        self.in_fp32: dict[int, str] = {}  # weights that a conversion to fp32 does not change
         self.seen = uses_of(trace)
         self.masks: tuple[Value, ...] = ()  # of all attention without a mask of its own
 
@@ -130,10 +126,17 @@ class _Player:
         for _, op in old.ops:
             for number in self.values.keys() & op["out"]:
                 self.values[number + value] = self.values[number]
-                self.storages[self.trace.values[number][2] + place] = self.values[number].storage
+                old_place = self.trace.values[number][2]
+                if old_place >= old.first[1]:  # not of a view of what was there before
+                    self.storages[old_place + place] = self.values[number].storage
 
     def play(self, op: Any) -> None:
+        if names := [self.in_fp32[number] for number in op["in"] if number in self.in_fp32]:
+            op = {**op, "in": [one for one in op["in"] if one not in self.in_fp32], "weights": names}
         name, inputs, weights = op["name"], [self.value(number) for number in op["in"]], op["weights"]
+        is_idle = self.seen.idle.issuperset(op["out"])
+        if is_idle:
+            inputs = [replace(one, needs_grad=False) for one in inputs]
         whole = max((self.whole.get(number, 0) for number in op["in"]), default=0)
         if len(op["out"]) > 1 and op["part"]:
             parts = self.tape.chunk(inputs[0], *map(self.elements, op["out"]))
@@ -141,6 +144,9 @@ class _Player:
                 self.put(number, part)
             return
         first = op["out"][0]
+        if name == CAST and weights and self.trace.values[first][1] == FP32_BYTES == self.tape.bytes_of(weights[0]):
+            self.in_fp32[first] = weights[0]
+            return
         if weights and inputs:
             out = self.weighed(op, inputs[0])
         elif name in TURNS:
@@ -150,10 +156,10 @@ class _Player:
         elif name == CAST and inputs:
             out, whole = self.converted(first, inputs[0], whole)
         else:  # what runs within an operator of its own saves nothing by itself
-            out = self.plain(op, inputs) if not (op["inside"] and self.trace.values[first][3]) else None
-        if out is None:
-            out = self.any_other(op, inputs)
-        else:
+            out = self.plain(op, inputs) if inputs and not (op["inside"] and self.trace.values[first][3]) else None
+        is_known = out is not None
+        out = out or self.any_other(op, inputs)
+        if is_known or is_idle:
             self.save_beside(op)
         self.put(first, out)
         if whole:
@@ -161,13 +167,13 @@ class _Player:
 
     def is_expert_parallel(self, op: Any) -> bool:
         """Whether it is the router of experts that ranks hold together."""
-        return bool(op["weights"]) and f"{_mixture_of(op)}.experts.w1" in self.tape.shapes
+        return bool(op["weights"]) and f"{mixture_of(op)}.experts.w1" in self.tape.shapes
 
     def play_expert_parallel(self, ops: Sequence[Any]) -> int:
         """Plays a mixture in expert parallelism in place of the first of `ops`; returns of how many."""
         x = ops[0]["in"][0]
         count, made = end_of_mixture(ops, x, lambda number: self.trace.values[number][2])
-        self.put(made, expert_parallel(self.setting, _mixture_of(ops[0]), self.values[x]))
+        self.put(made, expert_parallel(self.setting, mixture_of(ops[0]), self.values[x]))
         return count
 
     def save_beside(self, op: Any) -> None:
@@ -196,7 +202,8 @@ class _Player:
         if name == "mul" and len(inputs) > 1:
             return tape.multiply(*inputs)
         if name == "bmm":
-            return tape.matmul(inputs[0], inputs[1], Gemm(*map(self.size, op["gemms"][0])))
+            gemm = Gemm(*map(self.size, op["gemms"][0]))
+            return tape.matmul(inputs[0], inputs[1], gemm, casts=not op["inside"])  # positions are turned in fp32
         if name == "pow":
             return tape.power(inputs[0])
         if name == SOFTMAX:
@@ -240,8 +247,9 @@ class _Player:
         tape, name, weights = self.tape, op["name"], op["weights"]
         first, *others = op["out"]
         _, traced, place, grad = self.trace.values[first]
+        saved = [Value(0, 1, self.storages[one]) for one in dict.fromkeys(op["saved"]) if one in self.storages]
         if inputs and place == self.trace.values[op["in"][0]][2]:
-            return tape.add_in_place(inputs[0], inputs[-1])
+            return tape.add_in_place(inputs[0], inputs[-1], saved)
         if self.numbers.autocast and name in IN_FP32:
             inputs = [tape.cast(one, FP32_BYTES) if one.bytes_each == HALF_BYTES else one for one in inputs]
         if self.numbers.autocast and name in IN_HALF:
@@ -253,9 +261,8 @@ class _Player:
         sides = {number: self.elements(number) * self.trace.values[number][1] for number in others}
         kept = [number for number in others if self.trace.values[number][2] in op["saved"]]
         is_frozen = bool(weights) and not trains and name in PRODUCTS
-        saved = () if is_frozen else [self.storages[one] for one in dict.fromkeys(op["saved"]) if one in self.storages]
         out = tape.op(
-            NAMES.get(name, name), inputs, self.elements(first), saves=[Value(0, 1, one) for one in saved],
+            NAMES.get(name, name), inputs, self.elements(first), saves=() if is_frozen else saved,
             saves_output=is_leaf or place in op["saved"], bytes_each=self.width(op, traced, inputs),
             extra_saved=sum(sides[number] for number in kept), weights=tuple(weights[::-1]),
             module=module, passes_on=name in PASSES_ON,
@@ -276,8 +283,9 @@ class _Player:
 
     def width(self, op: Any, traced: int, inputs: Sequence[Value]) -> int:
         """Bytes per element of its output: what is bf16 in the trace has the model's precision, under autocast that of
-        its inputs."""
-        if traced != HALF_BYTES:
+        its inputs. So has what is fp32 because they were."""
+        widens = all(self.trace.values[number][1] != traced for number in op["in"])
+        if traced not in (HALF_BYTES, FP32_BYTES) or (traced == FP32_BYTES and (widens or not self.numbers.autocast)):
             return traced
         if not self.numbers.autocast:
             return self.numbers.bytes_each

@@ -13,6 +13,10 @@ OF_NEW_ADAPTERS = (
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
     *("lora_modules_to_save", "lora_use_dora", "lora_use_rslora"),
 )
+# In a mixture, peft 0.21 takes these names, and all-linear, for tensors of the experts and routers, into which
+# transformers 5 fused the linear layers of that name (utils/transformers_weight_conversion.py,
+# _MOE_TARGET_MODULE_MAPPING); linear layers that still have the name would lose their adapter.
+TAKEN_BY_PEFT = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 PURE = "pure_bfloat16"  # trained weights in bf16 that lose the rounding error of each step
 DTYPES = ("auto", "bfloat16", "float16", "float32", PURE)
 

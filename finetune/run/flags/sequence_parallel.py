@@ -116,6 +116,12 @@ def check_heads(read: Callable[[str], Any], size: int, block: int | None) -> Non
             f"{said}, but the model has {keys} key-value heads: one number must divide the other. Give a divisor or a "
             f"multiple of {keys}."
         )
+    plain, turned, values = (read(name) or 0 for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    if plain and values and plain + turned != values:
+        raise RequestError(
+            f"{said}: the heads of the model's queries and values differ in size ({plain + turned} and {values}), and "
+            "ranks exchange only heads of one size. Drop it."
+        )
     if read("layerdrop"):
         raise RequestError(
             f"{said}: the model skips layers at random (layerdrop), and each rank would skip others. Set layerdrop to "
