@@ -187,7 +187,12 @@ def _interface(asked: argparse.Namespace) -> dict[str, str]:
 
 
 def config_of(flags: list[str]) -> str | None:
-    return _taken(flags, "deepspeed")[0] or _taken(flags, "deepspeed_config")[0]
+    return value_of(flags, "deepspeed") or value_of(flags, "deepspeed_config")
+
+
+def value_of(flags: list[str], name: str) -> str | None:
+    """The value of a flag as it is typed, if it is."""
+    return _taken(flags, name)[0]
 
 
 def default_config(recipe: str, launcher: str) -> str | None:

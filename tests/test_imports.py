@@ -32,6 +32,7 @@ LIGHT_ROOM = [f"finetune.run.{path.stem}" for path in sorted((REPO / "finetune/r
         "finetune.bench.runner",
         "finetune.commands.bench",
         "finetune.commands.chat",
+        "finetune.commands.export",
         "finetune.commands.check",
         "finetune.commands.generate",
         "finetune.generation.flags",
@@ -92,7 +93,7 @@ ROOMS: dict[str, set[str]] = {
     "doctor": {"dsconfig", "errors", "host", "training", "measure", "plan", "run", "versions"},
     "generation": {"data", "dsconfig", "errors", "models", "privacy", "run", "safe_read", "training"},
     "supervise": {"errors", "run", "safe_read", "training"},
-    "export": {"errors", "models", "run", "safe_read", "training"},
+    "export": {"errors", "models", "run", "safe_read", "training", "versions"},
     "cli": {"errors", "generation", "privacy", "run"},
     "api": {"cli", "commands", "dsconfig", "errors", "measure", "models", "plan", "privacy", "report", "run"}
     | {"entry", "training"},

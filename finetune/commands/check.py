@@ -16,15 +16,18 @@ from finetune.dsconfig.context import GPU_CAPABILITY, Context, Weights, release
 from finetune.dsconfig.formats import written
 from finetune.dsconfig.load import find_config
 from finetune.errors import RequestError, RunError
+from finetune.run.checks import group_faults
 from finetune.run.choose import candidates, is_told
 from finetune.run.engine import context_of
 from finetune.run.flags.groups import GROUPS
 from finetune.run.launch import Launch
-from finetune.run.resolve import resolve
+from finetune.run.parse import COMMAND_LINE
+from finetune.run.recipe import ENGINE_FLAG
+from finetune.run.resolve import refuse, resolve
 from finetune.run.run import Run
 from finetune.shipped import DS_CONFIGS, is_recipes_yaml
 
-SIZES = ("pipeline_parallel_size", *GROUPS)
+SIZES = (ENGINE_FLAG, *GROUPS)
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -114,6 +117,8 @@ def described(asked: argparse.Namespace, planned: Run | None) -> Context:
         raise RequestError(
             f"--gpu_name {asked.gpu_name} is not known. Give one of {', '.join(GPU_CAPABILITY)}, or --gpu."
         )
+    weights = _weights(asked.model) if asked.model else None
+    _refuse_groups(asked, planned)
     has_cuda = False if asked.cpu else True if asked.gpu or gpu else None
     known: dict[str, Any] = {
         "world_size": ranks,
@@ -122,7 +127,7 @@ def described(asked: argparse.Namespace, planned: Run | None) -> Context:
         **{name: size or 1 for name, size in zip(GROUPS, sizes, strict=True)},
         "engine": asked.engine,
         "gpu_capability": GPU_CAPABILITY.get(gpu),
-        "weights": _weights(asked.model) if asked.model else None,
+        "weights": weights,
         "is_here": False,
         "versions": _versions(asked.versions),
     }
@@ -134,6 +139,17 @@ def described(asked: argparse.Namespace, planned: Run | None) -> Context:
         return found
     # The recipe, and so its defaults, are unknown.
     return replace(found, arguments={name: one for name, one in found.arguments.items() if name in planned.given})
+
+
+def _refuse_groups(asked: argparse.Namespace, planned: Run | None) -> None:
+    """Raises RequestError, as a recipe does, for what groups of ranks cannot share, also of --model."""
+    sizes = {name: size for name in GROUPS if (size := getattr(asked, name)) is not None}
+    run = planned or Run(
+        candidates([f"--{name}" for name in sizes])[0], Launch(world_size=asked.world_size or 1), (), {}
+    )
+    if asked.model or planned is None:  # `planned` was checked with the model of its YAML
+        run = run.settled(COMMAND_LINE, **sizes, model_name_or_path=asked.model, model_size=None)
+        refuse([*dict.fromkeys(group_faults(run))])
 
 
 def codes(text: str) -> list[str]:

@@ -15,15 +15,28 @@ from finetune.dsconfig.load import find_config
 from finetune.errors import RequestError
 from finetune.host.hardware import gpus_here
 from finetune.hostfile import check_port, chosen, read_hostfile
-from finetune.launchers import LAUNCHERS, Cluster, Command, check_container, config_of, default_config, in_container
+from finetune.launchers import (
+    LAUNCHERS,
+    Cluster,
+    Command,
+    check_container,
+    config_of,
+    default_config,
+    in_container,
+    value_of,
+)
 from finetune.run.choose import recipes
 from finetune.run.engine import context_of, load_deepspeed
 from finetune.run.flags.expert_parallel import expert_faults_here
+from finetune.run.flags.groups import GROUPS, is_on
 from finetune.run.flags.sequence_parallel import sequence_faults_here
 from finetune.run.launch import Launch
+from finetune.run.recipe import ENGINE_FLAG
 from finetune.run.resolve import resolve
 from finetune.run.run import Run
 from finetune.shipped import RECIPES, as_typed
+
+SIZES = (*GROUPS, ENGINE_FLAG)
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -33,7 +46,8 @@ def run(asked: argparse.Namespace) -> int:
     config = asked.ds_config or default_config(asked.recipe, asked.launcher)
     if config and config != "none":
         per_node = f" --ranks_per_node {max(cluster.hosts.values())}" if several else ""
-        print(f"# before: finetune check {shlex.quote(config)} --world_size {cluster.ranks}{per_node}")
+        sizes = "".join(f" --{name} {size}" for name, size in asked.sizes.items())
+        print(f"# before: finetune check {shlex.quote(config)} --world_size {cluster.ranks}{per_node}{sizes}")
     if asked.interface and asked.launcher == "deepspeed" and several and not asked.no_ssh:
         print(f"# CPU ranks: add GLOO_SOCKET_IFNAME={asked.interface} to .deepspeed_env; ssh forwards NCCL's only")
     if several and asked.launcher != "slurm":
@@ -48,8 +62,8 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def commands_of(asked: argparse.Namespace) -> tuple[list[Command], Cluster]:
-    """The commands that start the run, and the cluster; sets `asked.launcher` if not given, and `asked.ds_config`, the
-    DeepSpeed config that the flags name. Raises RequestError."""
+    """The commands that start the run, and the cluster; sets `asked.launcher` if not given, and what the flags say:
+    `asked.ds_config`, the DeepSpeed config, and `asked.sizes`, of stages and groups of ranks. Raises RequestError."""
     recipe = _recipe(asked.recipe)
     names = vars(asked).keys() - {"command", "print", "recipe", "flags"}  # options, which no recipe has
     own = next((word for word in asked.flags if word.startswith("--") and word[2:].partition("=")[0] in names), None)
@@ -61,6 +75,7 @@ def commands_of(asked: argparse.Namespace) -> tuple[list[Command], Cluster]:
     cluster = _cluster(asked)
     faults, several = list(_missing(asked)), len(cluster.hosts) > 1
     asked.launcher = asked.launcher or ("torchrun" if asked.image or (several and not asked.hostfile) else "deepspeed")
+    asked.sizes = {name: size for name in SIZES if (size := value_of(asked.flags, name))}
     asked.ds_config = _checked(asked, recipe, cluster, faults) or config_of(asked.flags)
     if asked.no_ssh and asked.launcher != "deepspeed":
         raise RequestError(f"--no_ssh is for the deepspeed launcher; {asked.launcher} needs no ssh. Leave it out.")
@@ -73,14 +88,16 @@ def commands_of(asked: argparse.Namespace) -> tuple[list[Command], Cluster]:
 
 
 def _checked(asked: argparse.Namespace, recipe: str, cluster: Cluster, faults: list[str]) -> str | None:
-    """The DeepSpeed config that the flags or their YAML name. Raises RequestError with `faults`, all mistakes in the
-    recipe's flags and in that config, and what its ranks cannot share."""
+    """The DeepSpeed config that the flags or their YAML name; sets `asked.sizes`. Raises RequestError with `faults`,
+    all mistakes in the recipe's flags and in that config, and what its ranks cannot share."""
     config = None
     known = recipes().get(Path(recipe).stem) if Path(recipe).resolve().parent == RECIPES else None
     if known and not {"-h", "--help"} & set(asked.flags) and not _is_elsewhere(asked):
         try:
             run = resolve(known, asked.flags, Launch(world_size=cluster.ranks), is_here=False)
             config = run.value("deepspeed") or run.value("deepspeed_config")
+            asked.sizes = {name: run.value(name) for name in GROUPS if is_on(run, name)}
+            asked.sizes |= {} if run.stages is None else {ENGINE_FLAG: run.stages}
             _check_config(run, config, max(cluster.hosts.values()))
             engine = config or default_config(recipe, asked.launcher)
             engine = None if engine == "none" else engine

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.errors import RequestError
+from finetune.export.request import check_folder
 from finetune.export.weights import (
     Weight,
     ZeroShards,
@@ -45,8 +46,7 @@ class Source:
 
 def read_source(folder: Path) -> Source:
     """Raises RequestError for anything but a checkpoint or a finished run, and for a damaged checkpoint."""
-    if not folder.is_dir():
-        raise RequestError(f"{folder}: not a folder. Give a checkpoint, such as runs/seq_cls/checkpoint-100, or a run.")
+    check_folder(folder)
     verified = (folder / MANIFEST).is_file()
     if wrong := problems(folder, hashes=True) if verified else []:
         raise RequestError(

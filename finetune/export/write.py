@@ -19,16 +19,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from finetune.errors import RequestError, RunError
+from finetune.export.request import check_target
 from finetune.export.weights import Weight, cast_of
 from finetune.run.choose import recipes
 from finetune.run.files import ADAPTER_CONFIG, GENERATION_CONFIG, LABELS, SENTENCE_FILES, UNFINISHED
 from finetune.safe_read import read_bytes, read_json_object
 from finetune.safe_read.folders import check_model_folder
-from finetune.training.checkpoints.manifest import CHECKPOINT, MANIFEST, READ_AND_WRITE
+from finetune.training.checkpoints.manifest import CHECKPOINT, READ_AND_WRITE
 from finetune.training.checkpoints.writing import flush
 
-SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?) ?([KMGT])(i?)B", re.IGNORECASE)
-POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 CONFIGS = ("config.json", GENERATION_CONFIG, ADAPTER_CONFIG)
 COMPANIONS = (
     "tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
@@ -39,28 +38,11 @@ RELATIVE = re.compile(r"^\s*from\s+\.(\w+)\s+import", re.MULTILINE)  # transform
 BASE = "base_model_name_or_path"
 
 
-def bytes_of(size: str) -> int:
-    """ "5GB", "200 MiB"."""
-    match = SIZE.fullmatch(size.strip())
-    if not match:
-        raise RequestError(f"--max_shard_size is {size!r}, but it must be a size such as 5GB or 500MiB.")
-    found = int(float(match[1]) * (1024 if match[3] else 1000) ** POWERS[match[2].upper()])
-    if found < 1:
-        raise RequestError(f"--max_shard_size is {size!r}, but it must be at least one byte.")
-    return found
-
-
 @contextmanager
 def whole(place: Path) -> Iterator[Path]:
     """A folder to write to, which gets its final name once it is complete and flushed to disk. Raises RequestError if
-    `place` already exists and is not empty."""
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise RequestError(f"{place}: already exists, and is not overwritten. Give a new or empty folder.")
-    if inside := next((above for above in place.absolute().parents if (above / MANIFEST).is_file()), None):
-        raise RequestError(
-            f"{place}: is inside the checkpoint {inside.name}, which may only contain the files in its manifest. Give "
-            "another folder."
-        )
+    `place` already exists and is not empty, or is inside a checkpoint."""
+    check_target(place)
     unfinished = place.with_name(f"{UNFINISHED}{place.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:

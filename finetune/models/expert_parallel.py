@@ -14,10 +14,11 @@ from finetune.models.probes import small_copy, tried
 from finetune.run.flags.expert_parallel import check_experts
 
 
-def check_expert_parallel(model: Any, size: int, section: dict[str, Any]) -> None:
-    """Raises RequestError if `size` ranks would not compute what one rank computes; `section` are AutoEP's settings."""
-    check_experts(model.config.to_dict().get, size)
-    if reason := tried(model, refusal, section):
+def check_expert_parallel(model: Any, size: int, section: dict[str, Any], ranks: int = 1) -> None:
+    """Raises RequestError if `size` of the `ranks` would not compute what one rank computes; `section` are AutoEP's
+    settings."""
+    check_experts(model.config.to_dict().get, size, ranks)
+    if reason := tried(model, refusal, section, failed="could not be tried with DeepSpeed's AutoEP"):
         raise RequestError(f"--expert_parallel_size {size}: {reason}. Drop it; ZeRO-3 shards experts like any weight.")
 
 

@@ -28,7 +28,9 @@ from finetune.models.gptlite import GPTLiteBlock, GPTLiteConfig, GPTLiteForCausa
 from finetune.models.multiplied import multiplied_parameters
 from finetune.models.pipeline import PipelineLayer, PipelineModel, draw_layer
 from finetune.models.tiled_mlp import choose_tiled_mlp, use_tiled_mlp
+from finetune.run.flags.experts import dropout_fault
 from finetune.run.flags.language import CausalModelArguments
+from finetune.run.flags.pipeline import check_kind
 
 Packet: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # passed between layers: x, or x and position_ids
 TIED = "tokens"  # DeepSpeed's key for the embedding that is also the head's weight
@@ -204,11 +206,8 @@ def gptlite_pipeline(
         whole = GPTLiteForCausalLM(config)
     choose_tiled_mlp(tiles, whole)
     router_weight = router_coefficient(whole, router_aux_loss_coef)
-    if router_weight and config.dropout:
-        raise RequestError(
-            f"--router_aux_loss_coef {router_weight:g}: a pipeline counts the load of experts without dropout, and "
-            f"this model has dropout {config.dropout:g}. Give --router_aux_loss_coef 0, or a model without dropout."
-        )
+    if router_weight and (fault := dropout_fault(config.dropout)):
+        raise RequestError(fault)
     return PipelineModel(
         layers=pipeline_layers(config, seed, late, tiles),
         split=split_batch,
@@ -229,12 +228,7 @@ def check_gptlite(source: CausalSource, arguments: CausalModelArguments) -> None
     does not support."""
     if arguments.resize_embeddings:
         raise RequestError("--resize_embeddings: a pipeline cannot resize them. Resize with recipes/causal_lm.py.")
-    kind = getattr(source.config, "model_type", None)
-    if kind != GPTLiteConfig.model_type:
-        raise RequestError(
-            f"--model_name_or_path {source.pretrained}: is a {kind}, and only a GPT-lite runs as a pipeline here. "
-            "Use recipes/causal_lm.py, or write its layers as docs/pipeline.md shows."
-        )
+    check_kind(getattr(source.config, "model_type", None), f"--model_name_or_path {source.pretrained}")
     if source.hub_id:
         raise RequestError(f"--model_name_or_path {source.hub_id}: a pipeline reads a folder. Download it first.")
 

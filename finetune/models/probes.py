@@ -51,12 +51,12 @@ def small_copy(model: Any, vocab_size: int, changes: Mapping[str, Any] | None = 
         return type(model)(config).eval()
 
 
-def tried(model: Any, probe: Callable[..., str | None], *more: Any) -> str | None:
+def tried(model: Any, probe: Callable[..., str | None], *more: Any, failed: str = "could not be checked") -> str | None:
     """What `probe` finds wrong with `model`; None for nothing. A model that cannot be tried is at fault as well."""
     try:
         return probe(model, *more)
     except Exception as error:  # a shortened config or model can raise anything
-        return f"{type(model).__name__} could not be checked ({first_line(error)})"
+        return f"{type(model).__name__} {failed} ({first_line(error)})"
 
 
 def check_document_mask(model: Any, rows: int) -> None:
@@ -131,11 +131,11 @@ def mixed_answers(model: Any, windows: dict[str, int]) -> str | None:
     return f"the logits of {type(model).__name__} change if two answers share a prompt"
 
 
-def check_sequence_parallel(model: Any, size: int, block_size: int) -> None:
-    """Raises RequestError if `size` ranks, each with a part of a text of `block_size` tokens, would not compute what
-    one rank computes with all of it."""
+def check_sequence_parallel(model: Any, size: int, block_size: int, ranks: int = 1) -> None:
+    """Raises RequestError if `size` of the `ranks`, each with a part of a text of `block_size` tokens, would not
+    compute what one rank computes with all of it."""
     said, name, config = f"--sequence_parallel_size {size}", type(model).__name__, model.config
-    check_heads(config.to_dict().get, size, block_size)
+    check_heads(config.to_dict().get, size, block_size, ranks)
     if block_size % size:
         raise RequestError(f"{said} does not divide --block_size, which is {block_size} here. Change one of them.")
     if (kind := config._attn_implementation) not in ATTENTIONS:

@@ -14,7 +14,7 @@ from finetune.run.engine import deepspeed_config_of
 from finetune.run.facts import check_offloaded, checkpoints_on_host
 from finetune.run.flags.expert_parallel import check_experts
 from finetune.run.flags.groups import GROUPS, is_on
-from finetune.run.flags.sequence_parallel import check_heads
+from finetune.run.flags.sequence_parallel import OF_DROPOUT, OF_EXPERTS, check_heads
 from finetune.run.run import Run
 
 # Flags that need DeepSpeed, and the layout of a run with one that names none.
@@ -56,7 +56,7 @@ def check_shared(run: Run, job: Job) -> None:
     if job.tiled_mlp_num_shards:
         _check_tiles(run, job)
     if job.expert_parallel_size > 1:
-        check_experts(job.model.sizes.config.get, job.expert_parallel_size)
+        check_experts(job.model.sizes.config.get, job.expert_parallel_size, job.world_size)
         if job.model.family not in PLANNED:
             raise RequestError(
                 f"{run.said('expert_parallel_size')}: it is planned for {', '.join(PLANNED)} only, and this is a "
@@ -65,7 +65,7 @@ def check_shared(run: Run, job: Job) -> None:
     size, said = job.sequence_parallel_size, run.said("sequence_parallel_size")
     if size == 1:
         return
-    check_heads(job.model.sizes.config.get, size, job.tokens)
+    check_heads(job.model.sizes.config.get, size, job.tokens, job.world_size)
     if job.tokens % size:
         raise RequestError(f"{said}, which does not divide the {job.tokens} tokens of a block. Change one of them.")
     if exchanges_of(tape_of(job)) is None:
@@ -81,11 +81,11 @@ def _check_tiles(run: Run, job: Job) -> None:
     places = [place for place, op in enumerate(ops) if op.name == TILED_MLP]
     after = [(op for op in ops[place + 1 :] if op.name != "hold") for place in places]
     why = (
-        "a part of the tokens of a mixture may not reach every expert"
+        OF_EXPERTS
         if is_mixture
         else f"no MLP of a {job.model.family} is known by its name"
         if not places
-        else "its MLPs have dropout, which the backward pass would draw again"
+        else OF_DROPOUT
         if any(next(names).name == "dropout" for names in after)
         else None
     )

@@ -115,7 +115,7 @@ def summary_table(plan: Plan) -> Table:
          _shortly(moment_words(rank.peak))) for name, rank in rank_kinds(plan)
     )  # fmt: skip
     columns = ("", "at rest", "at peak", "headroom", "host", "the peak is in")
-    return Table("All of them, in GiB", columns, rows, texts=columns[-1:])
+    return Table("All of them, in GiB", columns, rows, texts=columns[-1:], folding=columns[-1:])
 
 
 def _shortly(moment: str) -> str:

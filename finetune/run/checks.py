@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from finetune.errors import RequestError
@@ -16,9 +17,9 @@ from finetune.run.flags.compression import check_comm_hook
 from finetune.run.flags.expert_parallel import expert_faults, expert_faults_here, look_at_experts
 from finetune.run.flags.experts import look_at_router
 from finetune.run.flags.guards import guard_faults
-from finetune.run.flags.pipeline import pipeline_faults
+from finetune.run.flags.pipeline import look_at_kind, pipeline_faults
 from finetune.run.flags.profiling import check_profile
-from finetune.run.flags.sequence_parallel import look_at_heads, sequence_faults, sequence_faults_here
+from finetune.run.flags.sequence_parallel import look_at_heads, look_at_mlps, sequence_faults, sequence_faults_here
 from finetune.run.launch import meeting_faults
 from finetune.run.optimizer import missing_package
 from finetune.run.output_dir import missing_checkpoint
@@ -73,12 +74,17 @@ def found_wrong(run: Run, is_here: bool) -> Iterator[str]:
         yield from missing_checkpoint(run)
         yield from raised_by(lambda: check_scratch(run))
         yield from missing_package(run)
-    if run.stages is not None:
-        yield from pipeline_faults(run)
+    yield from pipeline_faults(run) if run.stages is not None else group_faults(run)
     yield from guard_faults(run)
+    yield from raised_by(*(partial(look, run) for look in (look_at_kind, look_at_mlps, look_at_router)))
+
+
+def group_faults(run: Run) -> Iterator[str]:
+    """What ranks cannot do that share texts, or hold experts together: by the flags, and by the model's config, if it
+    is on this machine."""
     yield from sequence_faults(run)
     yield from expert_faults(run)
-    yield from raised_by(lambda: look_at_heads(run), lambda: look_at_experts(run), lambda: look_at_router(run))
+    yield from raised_by(partial(look_at_heads, run), partial(look_at_experts, run))
 
 
 def found_wrong_here(run: Run, deepspeed: str | None) -> Iterator[str]:

@@ -14,7 +14,7 @@ from finetune.run.flags.language import LEAST_BLOCK
 from finetune.run.flags.text import LEAST_TOKENS
 from finetune.run.parse import COMMAND_LINE
 from finetune.run.run import Run
-from finetune.run.sizes import MOE_SIZES, causal_shape
+from finetune.run.sizes import causal_shape
 from finetune.safe_read import read_json_object
 
 NO_LIMIT = 10**9
@@ -58,11 +58,6 @@ def check_scratch(run: Run) -> None:
     asked, positions, otherwise = run.value(flag), NO_LIMIT, "."  # an encoder from scratch has as many as requested
     if flag == "block_size":
         said = f"--config_overrides ({run.source('config_overrides')})"
-        if run.stages is not None and run.value("model_size") in MOE_SIZES:
-            raise RequestError(
-                f"{run.said('model_size')}, a mixture of experts, but only a GPT-lite runs as a pipeline here. Train "
-                "it with recipes/causal_lm.py."
-            )
         shape = causal_shape(run.value("model_size"), run.value("config_overrides"), said)
         positions = int(shape["max_position_embeddings"])
         otherwise = f", or more by --config_overrides max_position_embeddings={asked}."

@@ -10,6 +10,7 @@ from pathlib import Path
 from finetune.dsconfig.context import NVME_FOLDER
 from finetune.errors import RequestError
 from finetune.run.files import LOCK, REPLACED, RUN_RECORD, STATE_FILE, SUPERVISION
+from finetune.run.meanings import nearest
 from finetune.run.paths import named_in
 from finetune.run.run import Run
 
@@ -21,17 +22,22 @@ RESUMES = "Give one, auto, or allow."
 
 def missing_checkpoint(run: Run) -> list[str]:
     """Errors in --resume that show in file names alone."""
-    resume = run.value("resume")
+    resume, folder = run.value("resume"), Path(run.value("output_dir")).expanduser()
     if not resume or resume == "allow":
         return []
     if resume != "auto":
         there = (Path(resume).expanduser() / STATE_FILE).is_file()
-        return (
-            [] if there else [f"{run.said('resume')}: is not a checkpoint folder (it has no {STATE_FILE}). {RESUMES}"]
-        )
-    folder = Path(run.value("output_dir")).expanduser()
+        said = f"{run.said('resume')}: is not a checkpoint folder (it has no {STATE_FILE})."
+        return [] if there else [f"{said}{_meant_to_resume(resume, folder)}"]
     found = any(folder.glob("checkpoint-*")) or any(folder.glob(f"{REPLACED}checkpoint-*"))
     return [] if found else [f"{run.said('resume')}: {folder} holds no checkpoint. {FIRST_START}"]
+
+
+def _meant_to_resume(word: str, folder: Path) -> str:
+    """The word or the checkpoint in the run folder that `word` is most like, as a question; else what there is."""
+    known = {"auto": "auto", "allow": "allow", **{path.name: str(path) for path in folder.glob("checkpoint-*")}}
+    near = nearest(Path(word).name, known)
+    return f" Did you mean {known[near]}?" if near else f" {RESUMES}"
 
 
 def check_output_dir(run: Run) -> None:

@@ -78,7 +78,7 @@ def read_command(words: Sequence[str]) -> Command:
     place = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
     if place is None:
         raise RequestError(
-            "finetune supervise: the command names no recipe. Give the launcher's whole command after --, such as "
+            "The command names no recipe. Give the launcher's whole command after --, such as "
             "`finetune supervise -- deepspeed --num_gpus 8 recipes/causal_lm.py --output_dir runs/mine`."
         )
     launcher, (script, *flags) = list(words[:place]), words[place:]
@@ -190,7 +190,9 @@ def _refuse_layouts(recipe: Sequence[str], fewest: int, most: int, ranks: int) -
         except RequestError as error:
             return error
         size = max(run.sequence_parallel_size, run.expert_parallel_size)
-        return RequestError(f"groups of {size} ranks need as many.") if hosts * ranks < size else None
+        flag = "sequence_parallel_size" if size == run.sequence_parallel_size else "expert_parallel_size"
+        too_few = RequestError(f"{run.said(flag)}, more than the {hosts * ranks} rank(s). Lower it.")
+        return too_few if hosts * ranks < size else None
 
     tried = {hosts: wrong(hosts) for hosts in (fewest, fewest + 1, most) if hosts <= most}  # two in a row tell divisors
     found = {hosts: error for hosts, error in tried.items() if error}
@@ -198,8 +200,8 @@ def _refuse_layouts(recipe: Sequence[str], fewest: int, most: int, ranks: int) -
         raise found[most]
     for hosts, error in found.items():
         raise RequestError(
-            f"--nnodes {fewest}:{most} and --nproc_per_node {ranks}: on {hosts} host(s) the run would be refused. "
-            f"Change the range or the ranks of a host, or else: {error}"
+            f"--nnodes {fewest}:{most} and --nproc_per_node {ranks}: on {hosts} host(s) the run would be refused: "
+            f"{error} Or give another --nnodes or --nproc_per_node."
         )
 
 

@@ -52,6 +52,8 @@ def watch_experts(session: Session, base: Any, model: Any, weight: float) -> Non
 def describe_mixture(session: Session, config: Any, mixture: Mixture, weight: float, base: Any = None) -> str:
     """The line that a run says about its experts at the start. `base` is the model; None for a pipeline."""
     each = f"{mixture.experts} experts in each of {len(mixture.modules)} layers, {mixture.chosen} per token"
+    if not session.training.do_train:  # an evaluation has no router loss and does not count the load
+        return each
     unseen = "" if sees_choices(mixture) else "; their load is not counted, as they do not see the router's choices"
     return f"{each}; {_of_loss(session, config, weight, base)}{unseen}"
 

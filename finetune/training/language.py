@@ -61,12 +61,12 @@ def language_model(session: Session, source: CausalSource, data: Any) -> Any:
     if blocks.document_mask and session.launch.speaks:
         check_document_mask(base, max(training.train_batch_size, training.eval_batch_size))
     if (size := session.run.sequence_parallel_size) > 1 and session.launch.speaks:
-        check_sequence_parallel(base, size, source.block_size)
+        check_sequence_parallel(base, size, source.block_size, session.launch.world_size)
     choose_tiled_mlp(tiles := session[TileArguments].tiled_mlp_num_shards, base)
     if tiles:
         use_tiled_mlp(model, tiles)
     if (size := session.run.expert_parallel_size) > 1:
-        check_expert_parallel(base, size, section_for(base.config, size))
+        check_expert_parallel(base, size, section_for(base.config, size), session.launch.world_size)
     if chunk:
         use_chunked_loss(model, chunk)
     watch_experts(session, base, model, router)

@@ -27,8 +27,7 @@ model = {auto}.from_pretrained(folder, id2label={{int(i): name for i, name in na
 """
 
 
-USE_WRITER = """import finetune.models.gptlite  # makes GPT-lite known to transformers; other models do without
-from transformers import pipeline
+USE_WRITER = """from transformers import pipeline
 
 write = pipeline("text-generation", "path/to/this/folder"{own})
 said = write({prompt}, max_new_tokens=100)[0]["generated_text"]

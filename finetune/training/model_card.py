@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from transformers import CONFIG_MAPPING
+
 from finetune.privacy import without_home
 from finetune.report.page import markdown
 from finetune.safe_read import read_json_object
@@ -25,7 +27,7 @@ class Card:
     facts: Sequence[str]
     pictures: Sequence[tuple[str, str]]
     use: str
-    pipeline_tag: str = ""  # the task, unless given; `write_card` fills these five
+    pipeline_tag: str = ""  # the task, unless given; `write_card` fills these five, and `with_deepspeed`
     model: str = ""
     base_model: str | None = None
     recipe: str = ""
@@ -33,6 +35,7 @@ class Card:
     sample: str = ""
     library: str = "transformers"  # named on the hub as the library that opens the model
     tables: Sequence[tuple[str, Sequence[Sequence[Any]]]] = ()  # further tables: a sentence, a header, rows
+    with_deepspeed: bool = False  # whether the folder has ds_config.json
 
 
 def model_card(card: Card, metrics: dict[str, Any], environment: dict[str, Any], lineage: Sequence[str] = ()) -> str:
@@ -59,11 +62,21 @@ def write_card(session: Session, source: Any, account: Any, card: Card) -> None:
         base_model=source.hub_id,
         recipe=run.recipe.script,
         source=account.source,
+        use=_known_to_transformers(folder, source) + card.use,
+        with_deepspeed=(folder / "ds_config.json").is_file(),
     )
     environment = read_json_object(folder / "environment.json")
     known = read_run(folder)
     lineage = lineage_lines(known[1]) if known else ()
     write_text(folder / "README.md", without_home(model_card(card, results_of(folder), environment, lineage)))
+
+
+def _known_to_transformers(folder: Path, source: Any) -> str:
+    """The import without which transformers would not open the folder, if the model is one of ours."""
+    saved = folder / "config.json"  # missing if the run trained an adapter, or not at all
+    kind = read_json_object(saved).get("model_type") if saved.is_file() else getattr(source.config, "model_type", None)
+    module = CONFIG_MAPPING[kind].__module__ if kind in CONFIG_MAPPING else ""
+    return f"import {module}  # makes the model known to transformers\n" if module.startswith("finetune.") else ""
 
 
 def results_of(folder: Path) -> dict[str, Any]:

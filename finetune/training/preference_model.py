@@ -37,8 +37,7 @@ FORMAT = 1  # of the cached values: raise it when they change
 PROMPTS = 3  # held-out prompts that the model answers
 PIECE_ROWS = 4096  # rows of the reference per cached file; a killed run continues after the last one
 MISSING = "reference.npz"  # in the run folder, for a run that resumes on a machine without the cache
-USE_REWARD = """import finetune.models.gptlite  # makes GPT-lite known to transformers; other models do without
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+USE_REWARD = """from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 model = AutoModelForSequenceClassification.from_pretrained("path/to/this/folder")
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")

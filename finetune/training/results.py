@@ -23,7 +23,6 @@ from finetune.report.shapes import WIDE
 from finetune.report.svg import write_png
 from finetune.run.files import PICTURES
 from finetune.run.flags.distillation import of_teacher
-from finetune.safe_read import read_json_object
 from finetune.training.merging import merged, use_of, use_of_writer
 from finetune.training.metrics import TaskMetrics, confusion, first_output
 from finetune.training.model_card import Card, results_of, write_card
@@ -46,12 +45,10 @@ USE_CLASSIFIER = """from transformers import pipeline
 classify = pipeline("text-classification", "path/to/this/folder")
 """
 
-USE_IMAGES = """{known}from transformers import pipeline
+USE_IMAGES = """from transformers import pipeline
 
 classify = pipeline("image-classification", "path/to/this/folder")
 print(classify("picture.png"))"""
-
-OWN_IMAGE_MODELS = ("alexnet", "resnet_group_norm")  # transformers knows them once their module is imported
 
 
 def write_predictions(
@@ -151,10 +148,6 @@ def write_image_report(
     pictures = pictures_of(folder, "eval_accuracy")
     if counts is not None:
         pictures += write_confusion(folder, counts, data.labels)
-    saved = folder / "config.json"  # missing if the run did not train
-    kind = read_json_object(saved)["model_type"] if saved.is_file() else source.config.model_type
-    is_own = kind in OWN_IMAGE_MODELS
-    known = f"import finetune.models.{kind}  # makes the model known to transformers\n" if is_own else ""
     card = Card(
         task="image classification",
         table=[
@@ -168,7 +161,7 @@ def write_image_report(
             *label_counts(account.label_counts),
         ],
         pictures=pictures,
-        use=USE_IMAGES.format(known=known),
+        use=USE_IMAGES,
     )
     write_card(session, source, account, card)
     return []

@@ -107,6 +107,8 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
 
     def _settle_deepspeed(self, config: dict[str, Any]) -> None:
         """Settle what the Trainer does instead of DeepSpeed."""
+        # accelerate 1.15 would set it to DeepSpeed's itself, with a warning: the Trainer tells it 1 (5.23, trainer.py).
+        self.accelerator.gradient_accumulation_steps = self.args.gradient_accumulation_steps
         if wants_trainer_clipping(config):
             self.clips_itself = True
             config["gradient_clipping"] = 0.0  # once is enough

@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import REPO
@@ -220,6 +221,31 @@ def test_a_config_from_powershell_is_told_how_to_become_utf_8(
     (tmp_path / "mine.json").write_bytes('{"zero_optimization": {"stage": 2}}'.encode("utf-16"))
     assert main(["check", str(tmp_path / "mine.json")]) == 2
     assert "is UTF-16, as Windows PowerShell writes it, not UTF-8. Save it as UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "config", "message"),
+    [
+        ("--world_size 8 --sequence_parallel_size 8", {"num_attention_heads": 4}, "4 attention heads. Give 2 or 4."),
+        ("--world_size 6 --expert_parallel_size 3", {"num_local_experts": 8}, "8 experts. Give 2."),
+        ("--world_size 4 --expert_parallel_size 2", {"num_attention_heads": 4}, "the model has no experts"),
+        ("--world_size 4 --expert_parallel_size 2", {"num_local_experts": 8}, None),
+        ("--world_size 4 --sequence_parallel_size 4", {"num_attention_heads": 4}, None),
+        ("--config YAML --world_size 6", {"num_attention_heads": 4}, "4 attention heads. Give 2."),
+    ],
+)
+def test_a_model_that_a_runs_ranks_cannot_share_is_refused(
+    words: str, config: dict[str, Any], message: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    yaml = tmp_path / "run.yaml"
+    yaml.write_text("sequence_parallel_size: 3\nmodel_name_or_path: someone/on-the-hub\n")
+    asked = ["zero2", *words.replace("YAML", str(yaml)).split()]
+    assert main(["check", *asked]) == 0  # the model is unknown
+    assert main(["check", *asked, "--model", str(tmp_path)]) == (2 if message else 0)
+    assert (message or "") in capsys.readouterr().err
 
 
 WRONG = [

@@ -78,7 +78,12 @@ def test_accelerate_gets_its_own_config_for_the_deepspeed_one(capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("words", "notes"),
     [
-        ("recipes/causal_lm_pipeline.py", ["# before: finetune check pipeline --world_size 2"]),
+        ("recipes/causal_lm_pipeline.py",
+         ["# before: finetune check pipeline --world_size 2 --pipeline_parallel_size 1"]),
+        ("--gpus_per_node 4 recipes/causal_lm_pipeline.py --pipeline_parallel_size=2",
+         ["# before: finetune check pipeline --world_size 4 --pipeline_parallel_size 2"]),
+        ("recipes/causal_lm.py --deepspeed zero3 --sequence_parallel_size 2",
+         ["# before: finetune check zero3 --world_size 2 --sequence_parallel_size 2"]),
         ("recipes/seq_cls.py --deepspeed_config=zero3", ["# before: finetune check zero3 --world_size 2"]),
         ("--launcher torchrun recipes/seq_cls.py", []),
         ("--launcher slurm --nodes 4 --gpus_per_node 8 recipes/seq_cls.py", []),
@@ -106,7 +111,13 @@ def test_a_config_that_the_run_cannot_use_is_refused_and_that_of_a_yaml_is_named
     words = ["recipes/causal_lm.py", "--config", str(file)]
     assert main(["launch", *words]) == 2
     assert "error DS509: --expert_parallel_size is 2, but stage is 3" in capsys.readouterr().err
-    assert printed(capsys, *words, "--deepspeed", "zero1")[0] == "# before: finetune check zero1 --world_size 2"
+    assert printed(capsys, *words, "--deepspeed", "zero1")[0] == (
+        "# before: finetune check zero1 --world_size 2 --expert_parallel_size 2"
+    )
+    copy = tmp_path / "mine.py"  # whose flags are unknown
+    copy.touch()
+    (before, _) = printed(capsys, str(copy), "--expert_parallel_size=2", "--deepspeed", "zero1")
+    assert before == "# before: finetune check zero1 --world_size 2 --expert_parallel_size 2"
     assert main(["launch", "--launcher", "torchrun", *words, "--deepspeed", "none"]) == 2
     assert "--expert_parallel_size is 2" in (said := capsys.readouterr().err)
     assert "which needs DeepSpeed" in said

@@ -762,3 +762,14 @@ def test_an_answer_comes_first_in_one_line(capsys: pytest.CaptureFixture[str], m
     assert any(line.startswith("20,000 steps cost about ") for line in said)
     assert main([*words, "--no_search"]) == 0
     assert capsys.readouterr().out.startswith("It fits: ")
+
+
+def test_a_table_of_all_stages_names_each_in_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = "--pipeline_parallel_size 4 --config_overrides num_experts=8 --gpus_per_node 4 --no_search".split()
+    assert main(["plan", "--recipe", "causal_lm_pipeline", *words]) == 0
+    table = capsys.readouterr().out.partition("All of them")[2].partition("Step time")[0]
+    assert "at rest  at peak  headroom" in table
+    assert re.findall(r"^stage (\d)  \d", table, re.MULTILINE) == ["0", "1", "2", "3"]

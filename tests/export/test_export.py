@@ -126,6 +126,35 @@ def test_what_is_there_is_not_written_over(there: str, gpt2: Path, tmp_path: Pat
     assert "mine" in (out if out.is_file() else out / "mine").read_text()
 
 
+LOOKS = """
+import sys
+from finetune.cli import main
+status = main(["export", *sys.argv[1:]])
+assert status == 2, status
+print(sorted({"torch", "transformers", "numpy"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("missing", "out"), "missing: not a folder"),
+        (("run", "run"), "run: already exists"),
+        (("run", "out", "--max_shard_size", "5 bananas"), "--max_shard_size is '5 bananas'"),
+        (("run", "out", "--merge_adapter"), "run holds a whole model, not an adapter"),
+        (("run", "out", "--base_model", "run"), "--base_model is for --merge_adapter"),
+    ],
+)
+def test_a_wrong_request_is_refused_before_torch_is_imported(words: tuple[str, ...], said: str, gpt2: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-c", LOOKS, *words]
+    done = subprocess.run(
+        command, cwd=gpt2.parent, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert said in done.stderr
+    assert done.stdout.splitlines() == ["[]"], done.stderr
+
+
 def test_a_failed_export_leaves_nothing(gpt2: Path, tmp_path: Path, capsys: Any) -> None:
     (gpt2 / "config.json").write_text("{torn")
     assert export(gpt2, tmp_path / "out") == 2
@@ -287,7 +316,7 @@ PEAK = """
 import re, sys
 from pathlib import Path
 from finetune.cli import main
-import torch, finetune.commands.export
+import torch, finetune.export.convert
 def peak_kib():  # of this program: ru_maxrss would begin with that of the process that started it
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 before = peak_kib()

@@ -40,7 +40,7 @@ from finetune.models.experts import (
     router_loss,
 )
 from finetune.models.gptlite import GPTLiteConfig
-from finetune.training.experts import sees_choices, watch_experts
+from finetune.training.experts import describe_mixture, sees_choices, watch_experts
 
 SHAPE = {
     "vocab_size": 40,
@@ -68,6 +68,14 @@ DEEPSEEK = {
     "qk_nope_head_dim": 4,
     "v_head_dim": 8,
 }
+
+
+def test_an_evaluation_says_nothing_of_a_loss_that_it_does_not_have() -> None:
+    model = mixtral(output_router_logits=False)
+    session: Any = SimpleNamespace(training=SimpleNamespace(do_train=False))
+    mixture = mixture_of(model)
+    assert mixture
+    assert "loss" not in describe_mixture(session, model.config, mixture, 0.0, model)
 
 
 def test_a_compiled_model_adds_no_router_loss_of_its_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 from finetune.errors import RequestError
 from finetune.plan.from_run import job_of
 from finetune.plan.machine import find_machine
-from finetune.run.facts import check_scratch
 from finetune.run.flags import experts
 from finetune.run.flags.expert_parallel import REFUSED, check_experts, expert_faults_here, look_at_experts
 from finetune.run.launch import Launch
@@ -50,9 +50,22 @@ def test_an_impossible_mixture_is_refused(overrides: str, said: str) -> None:
         causal_shape("moe-tiny", overrides)
 
 
-def test_a_pipeline_refuses_a_mixture() -> None:
-    with pytest.raises(RequestError, match=r"model_size is 'moe-tiny'.*only a GPT-lite runs as a pipeline"):
-        check_scratch(run_of(*TINY, "--pipeline_parallel_size", "2", recipe=CAUSAL_LM_PIPELINE, ranks=2))
+def test_a_pipeline_refuses_other_models_and_dropout_beside_a_router_loss(tmp_path: Path) -> None:
+    """By their config, before anything is imported, and wherever the run will start."""
+    (tmp_path / "config.json").write_text('{"model_type": "mixtral", "num_local_experts": 8}')
+    dropout = ("--config_overrides", "num_experts=4,dropout=0.1")
+    for words, said in (
+        (TINY, r"model_size is 'moe-tiny'.*only a GPT-lite runs as a pipeline"),
+        (("--model_name_or_path", str(tmp_path)), "model_name_or_path is.*is a mixtral, and only a GPT-lite"),
+        ((*dropout, "--router_aux_loss_coef", "0.1"), "has a router loss, and dropout 0.1"),
+        (("--config_overrides", "num_experts=4,dropout=0.1,output_router_logits=true"), "and dropout 0.1"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            run_of(*words, "--pipeline_parallel_size", "2", recipe=CAUSAL_LM_PIPELINE, ranks=2)
+    run_of(*dropout, recipe=CAUSAL_LM_PIPELINE)
+    run_of(*dropout, "--router_aux_loss_coef", "0.1")  # without stages it works
+    (tmp_path / "config.json").write_text('{"model_type": "gptlite", "dropout": 0.1}')
+    run_of("--model_name_or_path", str(tmp_path), recipe=CAUSAL_LM_PIPELINE)
 
 
 def test_a_gpt_lite_with_experts_is_planned_in_a_pipeline() -> None:
@@ -107,10 +120,29 @@ def test_flags_that_expert_parallelism_does_not_go_with_are_refused(name: str) -
 
 
 def test_ranks_are_a_multiple_of_those_that_hold_all_experts() -> None:
-    with pytest.raises(RequestError, match=r"has 3 ranks, which is not a multiple of 2.*launch with 4 ranks"):
+    with pytest.raises(RequestError, match=r"has 3 ranks, which is not a multiple of 2. Launch with 4 ranks.$"):
         run_of(*TINY, *PARALLEL, ranks=3)
-    with pytest.raises(RequestError, match="each stage of a pipeline holds all experts of its layers"):
+    with pytest.raises(RequestError) as refused:
         run_of(*PARALLEL, recipe=CAUSAL_LM_PIPELINE, ranks=2)
+    assert "each stage of a pipeline holds all experts of its layers" in str(refused.value)
+    assert "moe-tiny" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "experts", "size", "mend"),
+    [
+        (4, 6, 4, "6 experts. Give 2.$"),
+        (12, 6, 4, "6 experts. Give 2, 3 or 6.$"),
+        (3, 8, 3, "8 experts. Drop it.$"),
+        (6, 8, 4, "not a multiple of 4. Give 2, or launch with 8 ranks.$"),
+    ],
+)
+def test_a_proposed_size_suits_the_ranks_and_the_experts(ranks: int, experts: int, size: int, mend: str) -> None:
+    words = (*TINY, "--config_overrides", f"num_experts={experts}", "--deepspeed", "zero2")
+    with pytest.raises(RequestError, match=mend):
+        run_of(*words, "--expert_parallel_size", str(size), ranks=ranks)
+    for proposed in re.findall(r"\d+", mend.partition("Give")[2].partition("launch")[0]):
+        run_of(*words, "--expert_parallel_size", proposed, ranks=ranks)
 
 
 def test_expert_parallelism_needs_several_ranks_deepspeed_and_something_to_train() -> None:

@@ -65,6 +65,34 @@ def test_a_flag_that_changes_mlps_or_their_gradients_does_not_go_with_tiles(argv
         resolve(CAUSAL_LM, [*TILED, *argv], TWO, is_here=False)
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "mixtral", "num_local_experts": 8}, "of a mixture may not reach every expert"),
+        ({"text_config": {"n_routed_experts": 8}}, "of a mixture may not reach every expert"),
+        ({"model_type": "gptlite", "dropout": 0.1}, "its MLPs have dropout"),
+        ({"model_type": "gptlite", "dropout": 0.0, "num_experts": None}, None),
+    ],
+)
+def test_tiles_of_a_mixture_or_with_dropout_are_refused_by_the_config(
+    config: dict[str, Any], said: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    named = ["--model_name_or_path", str(tmp_path), "--deepspeed", "zero2"]
+    resolve(CAUSAL_LM, named, TWO, is_here=False)
+    if said is None:
+        resolve(CAUSAL_LM, [*TILED, *named], TWO, is_here=False)
+        return
+    with pytest.raises(RequestError, match=said):
+        resolve(CAUSAL_LM, [*TILED, *named], TWO, is_here=False)
+
+
+def test_so_are_those_of_a_mixture_from_scratch() -> None:
+    for recipe in (CAUSAL_LM, CAUSAL_LM_PIPELINE):
+        with pytest.raises(RequestError, match="of a mixture may not reach every expert"):
+            resolve(recipe, [*TILED, "--config_overrides", "num_experts=4"], TWO, is_here=False)
+
+
 def test_tiles_need_deepspeed_but_no_shared_texts() -> None:
     run = resolve(CAUSAL_LM, TILED, Launch(), is_here=False)
     assert list(sequence_faults_here(run, "zero2")) == []
@@ -73,7 +101,7 @@ def test_tiles_need_deepspeed_but_no_shared_texts() -> None:
 
 
 def test_ranks_are_a_multiple_of_the_size() -> None:
-    with pytest.raises(RequestError, match=r"has 3 ranks, which is not a multiple of 2.*launch with 4 ranks"):
+    with pytest.raises(RequestError, match=r"has 3 ranks, which is not a multiple of 2. Launch with 4 ranks.$"):
         run_of(launch=Launch(world_size=3, launcher="torchrun"))
     assert run_of(launch=Launch(world_size=4, launcher="torchrun")).data_parallel_size == 2
 
@@ -150,6 +178,19 @@ def test_a_model_whose_attention_cannot_be_shared_is_refused_by_its_config(
 )
 def test_a_model_whose_attention_can_be_shared_is_taken(config: dict[str, Any], size: int, block: int | None) -> None:
     check_heads(config.get, size, block)
+
+
+def test_a_proposed_size_suits_the_ranks_and_the_heads() -> None:
+    four = Launch(world_size=4, launcher="torchrun")
+    for size, mend in ((3, r"not a multiple of 3\. Give 2 or 4\.\n.*4 attention heads\. Give 2 or 4\.$"),
+                       (8, r"not a multiple of 8\. Give 2 or 4\.")):  # fmt: skip
+        with pytest.raises(RequestError, match=mend):
+            resolve(CAUSAL_LM, ["--sequence_parallel_size", str(size)], four, is_here=False)
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 3}
+    with pytest.raises(RequestError, match=r"3 key-value heads: one number must divide the other. Give 3, 6 or 12\.$"):
+        check_heads(heads.get, 2, None)
+    with pytest.raises(RequestError, match=r"12 attention heads\. Give 3\.$"):
+        check_heads(heads.get, 9, None, ranks=9)
 
 
 def test_a_model_from_scratch_is_looked_at_likewise() -> None:

@@ -106,6 +106,7 @@ def test_loss_and_norm_are_those_of_one_process(
     assert_same(run, truth)
     assert f"{ranks // size} group(s) of {size} that share each text" in run.output
     assert f"global batch {micro} x {steps} x {ranks // size} = {GLOBAL_BATCH}" in run.output
+    assert "Gradient accumulation steps mismatch" not in run.output
 
 
 def test_each_gradient_is_that_of_one_process(home: Path) -> None:

@@ -105,7 +105,7 @@ def test_the_module_of_torchrun_is_known_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("deepspeed --num_gpus 2", "names no recipe"),
+        ("deepspeed --num_gpus 2", "^The command names no recipe"),
         ("", "names no recipe"),
         (f"python {RECIPE} --save_strategy no", "--save_strategy no"),
         (f"python {RECIPE} --overwrite_output_dir True", "--overwrite_output_dir"),
@@ -129,7 +129,7 @@ def test_the_module_of_torchrun_is_known_too(tmp_path: Path) -> None:
         ),
         (
             f"torchrun --nnodes 1:4 {EXPERTS}",
-            r"on 1 host\(s\) .* groups of 2",
+            r"on 1 host\(s\) .*: --expert_parallel_size is 2 .* more than the 1 rank.* Or give another --nnodes",
         ),
         (f"torchrun --nnodes 1:2 {RECIPE} --lerning_rate 3", "^--lerning_rate"),
         (f"torchrun --nnodes 2:3 --nproc-per-node=1 {PIPELINE}", r"on 3 host\(s\) .* a multiple of 2"),

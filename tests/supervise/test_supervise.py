@@ -254,6 +254,27 @@ def test_a_signal_stops_the_run_and_another_supervisor_is_refused_meanwhile(
     assert "stopped with status 75: a signal asked for it" in said
 
 
+def test_the_run_of_a_killed_supervisor_lives_on_beside_the_next_attempt_of_a_later_one(tmp_path: Path) -> None:
+    """The ranks of that attempt wait for the run folder (tests/training/test_lock.py)."""
+    folder = tmp_path / "run"
+    plan: list[dict[str, Any]] = [{"status": 0, "waits": True}, {"status": 0}]
+    with subprocess.Popen(command(folder, plan), cwd=REPO, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_for(folder / "waits")
+            (orphan,) = psutil.Process(process.pid).children()
+        finally:
+            process.kill()
+    try:
+        done = supervised(folder, plan)
+        assert done.returncode == 0, done.stderr
+        assert not has_ended(orphan.pid)
+        assert [(one["event"], one["attempt"]) for one in told(folder / "_supervise")] == [
+            ("attempt", 1), ("attempt", 2), ("stopped", 2),
+        ]  # fmt: skip
+    finally:
+        orphan.kill()
+
+
 def test_a_later_supervisor_goes_on_in_the_same_log(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert supervised(folder, [{"status": 2}]).returncode == 2

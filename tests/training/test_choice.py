@@ -75,6 +75,21 @@ def test_the_newest_is_taken_without_a_word(run: Path) -> None:
     assert chosen(run, "auto") == chosen(run, "allow") == Chosen(str(run / "checkpoint-12"))
 
 
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("autoo", "auto"),
+        ("alow", "allow"),
+        ("checkpoint-8", "{run}/checkpoint-8"),
+        ("old/checkpoint_12", "{run}/checkpoint-12"),
+    ],
+)
+def test_a_word_that_names_no_checkpoint_is_asked_about(word: str, meant: str, run: Path) -> None:
+    question = f"(it has no trainer_state.json). Did you mean {meant.format(run=run)}?"
+    with pytest.raises(RequestError, match=re.escape(question)):
+        asked(run, word)
+
+
 @pytest.mark.parametrize("name", [*FILES, "trainer_state.json", MANIFEST])
 @pytest.mark.parametrize("spoil", ["a bit", "the end", "all of it", "one byte more"])
 def test_what_was_spoilt_is_passed_over_and_named(spoil: str, name: str, run: Path) -> None:

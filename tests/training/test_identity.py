@@ -193,6 +193,10 @@ def test_a_changed_flag_is_refused_by_its_source_before_anything_is_imported(tmp
     for resume in ("auto", "allow", str(own)):
         with pytest.raises(RequestError, match=r"--seed was 2 when checkpoint-4 was saved, and is 5 \(command line\)"):
             look_at_flags(run_of(*flags({**values, "resume": resume})))
+    with pytest.raises(
+        RequestError, match=r"the earlier values, another --output_dir, or accept .* --resume_changed allow"
+    ):
+        look_at_flags(run_of(*flags({**values, "resume": "auto"})))
     look_at_flags(run_of(*flags({**values, "seed": 2, "resume": "auto"})))
     look_at_flags(run_of(*flags({**values, "resume": "auto", "resume_changed": "allow"})))
     look_at_flags(run_of(*flags(values)))

@@ -6,6 +6,7 @@ import csv
 import errno
 import json
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from asked import run_of
 from transformers import TrainerState
 
 from finetune.data.columns import Labels
 from finetune.entry.main import resolve_here
 from finetune.errors import RunError
+from finetune.models.gptlite import GPTLiteConfig
 from finetune.report.charts import confusion_picture
 from finetune.report.run_curves import training_curves
 from finetune.report.shapes import WIDE, Box, Picture
@@ -27,7 +30,7 @@ from finetune.run.launch import Launch
 from finetune.run.parse import Setting
 from finetune.run.recipes.seq_cls import SEQ_CLS
 from finetune.run.run import Run
-from finetune.training.model_card import Card, model_card
+from finetune.training.model_card import Card, model_card, write_card
 from finetune.training.results import write_predictions
 from finetune.training.run_folder import (
     MetricsFile,
@@ -146,6 +149,33 @@ def test_the_model_card_survives_hostile_names() -> None:
     assert "<script" not in body.replace("\\<script", "")
     assert body.count("\n# ") == 1
     assert "| eval_accuracy | 0.5 |" in body
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_own"), [(GPTLiteConfig.model_type, True), ("mixtral", False), ("of_its_own_code", False)]
+)
+@pytest.mark.parametrize("with_deepspeed", [True, False])
+def test_a_card_names_only_what_the_run_had(kind: str, is_own: bool, with_deepspeed: bool, tmp_path: Path) -> None:
+    source = SimpleNamespace(description="a model", hub_id=None, config=SimpleNamespace(model_type=kind))
+    (tmp_path / "environment.json").write_text('{"command": "python x", "packages": {}}')
+    if with_deepspeed:
+        (tmp_path / "ds_config.json").write_text("{}")
+    session: Any = SimpleNamespace(folder=tmp_path, run=run_of())
+    card = Card(
+        task="language modelling",
+        pipeline_tag="text-generation",
+        table=[("split",)],
+        facts=[],
+        pictures=[],
+        use="print()",
+    )
+    write_card(session, source, SimpleNamespace(source="built-in data"), card)
+    text = (tmp_path / "README.md").read_text()
+    tags = yaml.safe_load(text.split("---\n")[1])["tags"]
+    assert ("deepspeed" in tags, "ds_config.json" in text) == (with_deepspeed, with_deepspeed)
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    known = "import finetune.models.gptlite  # makes the model known to transformers\n"
+    assert code == known * is_own + "print()\n"
 
 
 def confusion_of(names: list[str]) -> Picture:

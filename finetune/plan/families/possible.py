@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from finetune.errors import RequestError
 from finetune.plan.families.parts import Sizes
 from finetune.plan.trace_files import KNOWN, sizes_of
+from finetune.run.flags.groups import EXPERTS
 
 # Config keys of the width that the heads split, and of their number. Other families set the width of a head.
 BERTS = dict.fromkeys(("bert", "roberta"), ("hidden_size", "num_attention_heads"))
@@ -42,7 +43,6 @@ PARTIAL = {"phi": 0.5, "phi3": 1.0, "glm4_moe": 0.5}  # the share of each head t
 LAYER_TYPES = ("full_attention", "sliding_attention")
 ROTARY = tuple(kind for kind in KNOWN if kind not in (*ENCODERS, "gpt2", "t5"))
 LATENT = ("deepseek_v3",)  # with one latent vector for the keys and values of all heads
-COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 PADDED = {*ROTARY, *ENCODERS}  # families whose embedding has a row for the padding token
 
 
@@ -57,7 +57,7 @@ def _faults(kind: str, sizes: Sizes) -> Iterator[str]:
     if kind == "gptlite" and sizes.config.get("num_experts"):
         found = {name: sizes(name, default=2) for name in ("num_experts", "num_experts_per_tok")}
     if chosen := found.get("num_experts_per_tok"):
-        many = next(found[name] for name in COUNTS if name in found)
+        many = next(found[name] for name in EXPERTS if name in found)
         if chosen > many:
             yield f"num_experts_per_tok is {chosen}, but there are {many} experts. Give at most that many."
     if kind in SHARED:

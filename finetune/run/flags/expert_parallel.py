@@ -6,7 +6,15 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import RequestError
-from finetune.run.flags.groups import drop_one, group_faults_here, shape_shown, size_faults
+from finetune.run.flags.groups import (
+    drop_one,
+    experts_in,
+    group_faults_here,
+    of_text,
+    shape_shown,
+    size_faults,
+    size_to_give,
+)
 
 if TYPE_CHECKING:
     from finetune.run.run import Run
@@ -21,13 +29,12 @@ REFUSED = {
     "use_liger_kernel": "its layers are untested with expert parallelism",
     "use_peft": "adapters would be lost when the engine replaces the layers",
 }
-COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def expert_faults(run: Run) -> Iterator[str]:
     """Errors that show in the flags alone."""
     if run.expert_parallel_size > 1:
-        yield from size_faults(run, "expert_parallel_size")
+        yield from size_faults(run, "expert_parallel_size", splits_experts)
         yield from drop_one(run, "expert_parallel_size", REFUSED)
 
 
@@ -41,21 +48,26 @@ def look_at_experts(run: Run) -> None:
     """Raises RequestError if a folder's config.json, or the shape of a model from scratch, shows no experts, or a
     number of them that the ranks cannot share."""
     if run.expert_parallel_size > 1 and (shape := shape_shown(run)):
-        check_experts(shape.get, run.expert_parallel_size)
+        check_experts(shape.get, run.expert_parallel_size, run.launch.world_size)
 
 
-def check_experts(read: Callable[[str], Any], size: int) -> None:
-    """Raises RequestError if `size` ranks cannot share a model's experts evenly; `read` returns the values of its
-    config by name, None for missing ones."""
-    inner = read("text_config")
-    read = inner.get if isinstance(inner, dict) else read
-    count = next((read(name) for name in COUNTS if isinstance(read(name), int)), None)
+def splits_experts(read: Callable[[str], Any]) -> Callable[[int], bool]:
+    """The test of `size_faults`."""
+    count = experts_in(read) or 0
+    return lambda size: count % size == 0
+
+
+def check_experts(read: Callable[[str], Any], size: int, ranks: int = 1) -> None:
+    """Raises RequestError if `size` of the `ranks` (1: unknown) cannot share a model's experts evenly; `read` returns
+    the values of its config by name, None for missing ones."""
+    count = experts_in(read)
     said = f"--expert_parallel_size {size}"
-    if count is None:
+    if not count:
         raise RequestError(f"{said}, but the model has no experts. Drop it, or give a mixture (--model_size moe-tiny).")
     if count % size:
-        raise RequestError(f"{said} does not divide the model's {count} experts. Give a divisor of {count}.")
-    if read("router_jitter_noise"):
+        mend = size_to_give(count, ranks if ranks > 1 else 0, splits_experts(read))
+        raise RequestError(f"{said} does not divide the model's {count} experts. {mend}")
+    if of_text(read)("router_jitter_noise"):
         raise RequestError(
             f"{said}: the model's router adds noise in training (router_jitter_noise), which DeepSpeed's does not. Set "
             "it to 0 in config.json, or drop the flag."

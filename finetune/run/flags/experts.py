@@ -51,14 +51,27 @@ def has_router_loss(run: Run, shape: Mapping[str, Any]) -> bool:
 def look_at_router(run: Run) -> None:
     """Raises RequestError if the run's flags, with a config.json or the shape of a model from scratch, show that there
     is no routers' loss, or that it cannot be computed."""
-    asked, fault = run.value("router_aux_loss_coef"), unsupported(run)
-    if "router_aux_loss_coef" not in run.recipe.flags or not run.value("do_train") or not (asked or fault):
+    asked, is_pipeline = run.value("router_aux_loss_coef"), run.stages is not None
+    fault = unsupported(run)
+    does_ask = asked or fault or is_pipeline
+    if "router_aux_loss_coef" not in run.recipe.flags or not run.value("do_train") or not does_ask:
         return
     shape = shape_shown(run) or {}
+    fault = fault or (dropout_fault(shape.get("dropout")) if is_pipeline else None)
     if asked and shape and not any(one for name, one in shape.items() if "expert" in name or name == "text_config"):
         raise RequestError(f"{run.said('router_aux_loss_coef')}, but the model has no experts. Drop it.")
     if fault and has_router_loss(run, shape):
         raise RequestError(fault)
+
+
+def dropout_fault(share: float | None) -> str | None:
+    """Why a pipeline cannot compute the routers' loss of a model with this dropout; None if it can."""
+    if not share:
+        return None
+    return (
+        f"the model has a router loss, and dropout {share:g}: a pipeline counts the load of experts without dropout. "
+        "Give --router_aux_loss_coef 0, or a model without dropout."
+    )
 
 
 def unsupported(run: Run) -> str | None:

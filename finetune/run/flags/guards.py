@@ -50,8 +50,8 @@ class GuardArguments:
     )
     async_save: str = flag(
         "off",
-        "write checkpoints while training continues, from a copy in host memory; auto: if it pays off and "
-        "memory allows (docs/checkpoints.md)",
+        "on or yes: write checkpoints while training continues, from a copy in host memory; auto: if it pays off and "
+        "memory allows; off or no: training waits (docs/checkpoints.md)",
         GOES_ON,
         choices=SAVES,
     )

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from finetune.errors import RequestError, plain
 from finetune.run.files import by_hand
 from finetune.run.flag import AT_LEAST_ONE, NOT_NEGATIVE, flag
 from finetune.run.flags.compression import OF_DDP
+from finetune.run.flags.groups import shape_shown
 from finetune.run.on_resume import GOES_ON
 
 if TYPE_CHECKING:
@@ -65,6 +67,22 @@ class PipelineArguments:
 
 # The Trainer's names of optimizers whose states have one element per weight, or none, and which ZeRO-1 supports.
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
+
+
+def look_at_kind(run: Run) -> None:
+    """Raises RequestError if a folder's config.json, or --model_size, shows a language model without a pipeline."""
+    if run.stages is not None and "block_size" in run.recipe.flags and (shape := shape_shown(run)):
+        flag = "model_name_or_path" if run.value("model_name_or_path") else "model_size"
+        check_kind(shape.get("model_type"), run.said(flag))
+
+
+def check_kind(kind: object, said: str) -> None:
+    """Raises RequestError for a language model other than a GPT-lite; `said` is how it was asked for."""
+    if kind != "gptlite":
+        raise RequestError(
+            f"{said}: is a {plain(str(kind))}, and only a GPT-lite runs as a pipeline here. Use recipes/causal_lm.py, "
+            "or write its layers as docs/pipeline.md shows."
+        )
 
 
 def pipeline_faults(run: Run) -> Iterator[str]:

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import RequestError
 from finetune.run.flag import AT_LEAST_ONE, NOT_NEGATIVE, flag
-from finetune.run.flags.groups import drop_one, group_faults_here, shape_shown, size_faults
+from finetune.run.flags.groups import (
+    drop_one,
+    experts_in,
+    group_faults_here,
+    of_text,
+    shape_shown,
+    size_faults,
+    size_to_give,
+)
 from finetune.run.on_resume import GOES_ON
 
 if TYPE_CHECKING:
@@ -36,6 +44,8 @@ NOT_TILED = {
     "use_liger_kernel": "it replaces the MLPs",
     "auto_find_batch_size": "it is untested with tiles",
 }
+OF_EXPERTS = "a part of the tokens of a mixture may not reach every expert"
+OF_DROPOUT = "its MLPs have dropout, which the backward pass would draw again"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -71,7 +81,7 @@ def sequence_faults(run: Run) -> Iterator[str]:
     size, said = run.sequence_parallel_size, run.said("sequence_parallel_size")
     if size == 1:
         return
-    yield from size_faults(run, "sequence_parallel_size")
+    yield from size_faults(run, "sequence_parallel_size", splits_heads)
     if (block := run.value("block_size")) and block % size:
         yield f"{said}, which does not divide {run.said('block_size')[2:]}: ranks must get equal parts. Change one."
     if run.value("attn_implementation") not in (None, *ATTENTIONS):
@@ -98,24 +108,44 @@ def look_at_heads(run: Run) -> None:
     """Raises RequestError if a folder's config.json, or a GPT-lite's shape, shows that its attention heads cannot be
     divided among the ranks."""
     if run.sequence_parallel_size > 1 and (shape := shape_shown(run)):
-        check_heads(shape.get, run.sequence_parallel_size, run.value("block_size"))
+        check_heads(shape.get, run.sequence_parallel_size, run.value("block_size"), run.launch.world_size)
 
 
-def check_heads(read: Callable[[str], Any], size: int, block: int | None) -> None:
-    """Raises RequestError if `size` ranks cannot share a model's attention; `read` returns the values of its config by
-    name, None for missing ones. Each rank computes whole heads over the whole text."""
-    inner = read("text_config")
-    read = inner.get if isinstance(inner, dict) else read
-    said = f"--sequence_parallel_size {size}"
+def look_at_mlps(run: Run) -> None:
+    """Raises RequestError if a folder's config.json, or the shape of a model from scratch, shows that its MLPs cannot
+    be computed in tiles. Once the model is built, `finetune.models.tiled_mlp` tries it."""
+    shape = (shape_shown(run) if run.value("tiled_mlp_num_shards") else None) or {}
+    drops = shape.get("model_type") == "gptlite" and shape.get("dropout")
+    if why := OF_EXPERTS if experts_in(shape.get) else OF_DROPOUT if drops else None:
+        raise RequestError(f"{run.said('tiled_mlp_num_shards')}: {why}. Drop it.")
+
+
+def splits_heads(read: Callable[[str], Any]) -> Callable[[int], bool]:
+    """The test of `size_faults`."""
+    heads, keys = _heads(read)
+    return lambda size: not heads % size and not (keys % size and size % keys)
+
+
+def _heads(read: Callable[[str], Any]) -> tuple[int, int]:
+    """Attention heads and key-value heads; 0 if unknown."""
+    read = of_text(read)
     heads = read("num_attention_heads") or read("n_head")
     keys = read("num_key_value_heads") or heads
-    if isinstance(heads, int) and heads % size:
-        raise RequestError(f"{said} does not divide the model's {heads} attention heads. Give a divisor of {heads}.")
-    if isinstance(keys, int) and keys % size and size % keys:
+    return heads if isinstance(heads, int) else 0, keys if isinstance(keys, int) else 0
+
+
+def check_heads(read: Callable[[str], Any], size: int, block: int | None, ranks: int = 1) -> None:
+    """Raises RequestError if `size` of the `ranks` (1: unknown) cannot share a model's attention; `read` returns the
+    values of its config by name, None for missing ones. Each rank computes whole heads over the whole text."""
+    said, (heads, keys), fits = f"--sequence_parallel_size {size}", _heads(read), splits_heads(read)
+    if not fits(size):
+        mend = size_to_give(heads or keys, ranks if ranks > 1 else 0, fits)
+        if heads % size:
+            raise RequestError(f"{said} does not divide the model's {heads} attention heads. {mend}")
         raise RequestError(
-            f"{said}, but the model has {keys} key-value heads: one number must divide the other. Give a divisor or a "
-            f"multiple of {keys}."
+            f"{said}, but the model has {keys} key-value heads: one number must divide the other. {mend}"
         )
+    read = of_text(read)
     plain, turned, values = (read(name) or 0 for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     if plain and values and plain + turned != values:
         raise RequestError(

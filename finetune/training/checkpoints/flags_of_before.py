@@ -71,8 +71,11 @@ def refuse_changed(run: Run, name: str, changed: Mapping[str, tuple[Any, Any]]) 
     if lines:
         of_past = by_history is not None and any(flag in changed for flag in OF_SCHEDULE)
         never = of_past or bool(refused & {"dtype", *named(run.recipe.flags, (NEVER,))})
-        mend = "." if never else ", or accept the change with --resume_changed allow."
+        mends = (
+            "or another --output_dir"
+            if never
+            else "another --output_dir, or accept the change with --resume_changed allow"
+        )
         raise RequestError(
-            f"--resume: {'; '.join(lines)}. A run resumes with the flags it had: give the earlier values, another "
-            f"--output_dir{mend}"
+            f"--resume: {'; '.join(lines)}. A run resumes with the flags it had: give the earlier values, {mends}."
         )
