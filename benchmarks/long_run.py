@@ -52,7 +52,12 @@ RUNS = {
 def watch(name: str, steps: int, home: Path) -> dict[str, Any]:
     """Run to the end, and record its ranks and its folder on the way."""
     run, folder = RUNS[name], home / name
-    every = {**SETTINGS, "max_steps": steps, "save_steps": steps // SAVES, "eval_steps": steps // EVALUATIONS}
+    every = {
+        **SETTINGS,
+        "max_steps": steps,
+        "save_steps": max(steps // SAVES, 1),
+        "eval_steps": max(steps // EVALUATIONS, 1),
+    }
     launch = Launch(run.command(folder, **every), folder, home / "cache", run.ranks)
     samples: list[list[dict[str, float]]] = [[] for _ in range(run.ranks)]
     sizes: list[tuple[int, int]] = []  # step, bytes of the run folder

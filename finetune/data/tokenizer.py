@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from finetune.data.cache import prepare_once
 from finetune.data.splits import require_splits
+from finetune.errors import RequestError
 from finetune.run.launch import Launch
 
 SPECIAL = {
@@ -106,6 +107,15 @@ def _made_by(folder: Path, tokenizer: Any) -> bool:
 def rows_of(tokenizer: Any) -> int:
     """The number of embedding rows it needs. Ids may have gaps, so the highest id can exceed the number of tokens."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values(), default=-1) + 1)
+
+
+def refuse_more_tokens(tokenizer: Any, embedded: int, mend: str = "") -> None:
+    """Raises RequestError if `tokenizer` needs more rows than are `embedded`; `mend` is another way out."""
+    if (rows := rows_of(tokenizer)) > embedded:
+        raise RequestError(
+            f"the tokenizer has {rows:,} tokens, but the model embeds {embedded:,}. Use the model's own tokenizer"
+            f"{mend}."
+        )
 
 
 def letters_of(tokenizer: Any) -> frozenset[str] | None:

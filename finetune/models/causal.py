@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.activations import ACT2FN
 
-from finetune.data.tokenizer import rows_of
+from finetune.data.tokenizer import refuse_more_tokens, rows_of
 from finetune.errors import RequestError
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.models.gptlite_weights import draw_weights
@@ -20,7 +20,6 @@ from finetune.models.source import (
     find_text_source,
     load_weights,
     positions_of,
-    refuse_more_tokens,
 )
 from finetune.run.decoders import refuse_encoder
 from finetune.run.facts import tokens_of

@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from finetune.data.columns import MULTI_LABEL, TOKENS, Labels
+from finetune.data.tokenizer import refuse_more_tokens
 from finetune.errors import RequestError
 from finetune.models.adapters import heads_of
 from finetune.models.source import (
@@ -24,7 +25,6 @@ from finetune.models.source import (
     find_text_source,
     load_weights,
     positions_of,
-    refuse_more_tokens,
     with_labels,
 )
 from finetune.run.facts import NO_LIMIT, tokens_of

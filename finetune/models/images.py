@@ -119,7 +119,10 @@ def image_pipeline(arguments: ImageModelArguments, source: ImageSource, config: 
     """An AlexNet as a list of layers, from scratch or loaded from a folder. Raises RequestError for other models."""
     if not isinstance(config, AlexNetConfig):
         kind = getattr(config, "model_type", "model")
-        raise RequestError(f"--pipeline_parallel_size: only an alexnet runs as a pipeline here, not a {kind}. Drop it.")
+        other = ", or give --model_type alexnet" if source.config is None else ""
+        raise RequestError(
+            f"--pipeline_parallel_size: only an alexnet runs as a pipeline here, not a {kind}. Drop it{other}."
+        )
     _refuse_batch_norm_flags(arguments)
     if source.hub_id:
         raise RequestError(f"--model_name_or_path {source.hub_id}: a pipeline reads a folder. Download it first.")

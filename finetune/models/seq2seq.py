@@ -10,7 +10,7 @@ from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGenera
 
 from finetune.data.columns import IGNORED
 from finetune.data.packing import mask_of, padded
-from finetune.data.tokenizer import has_languages, rows_of
+from finetune.data.tokenizer import has_languages, refuse_more_tokens, rows_of
 from finetune.errors import RequestError, first_line
 from finetune.models.source import (
     IN_FP32,
@@ -19,7 +19,6 @@ from finetune.models.source import (
     find_text_source,
     load_weights,
     positions_of,
-    refuse_more_tokens,
 )
 from finetune.run.decoders import refuse_one_sided
 from finetune.run.facts import NO_LIMIT, tokens_of

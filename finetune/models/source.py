@@ -12,7 +12,6 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, PretrainedConfig
 
 from finetune.data.hub import hub_is_reachable
-from finetune.data.tokenizer import rows_of
 from finetune.errors import RequestError, first_line, listed, plain
 from finetune.run import facts
 from finetune.run.decoders import recipe_for
@@ -93,15 +92,6 @@ def with_labels(config: Any, adapter: Path | None) -> Any:
     for name in known.keys() & set(SETTLED):
         setattr(config, name, known[name])
     return config
-
-
-def refuse_more_tokens(tokenizer: Any, embedded: int, mend: str = "") -> None:
-    """Raises RequestError if `tokenizer` needs more rows than are `embedded`; `mend` is another way out."""
-    if (rows := rows_of(tokenizer)) > embedded:
-        raise RequestError(
-            f"the tokenizer has {rows:,} tokens, but the model embeds {embedded:,}. Use the model's own tokenizer"
-            f"{mend}."
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from finetune.run.flags.compression import CompressionArguments
 from finetune.run.flags.guards import GuardArguments
 from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.flags.profiling import ProfileArguments
+from finetune.training import runtime
 from finetune.training.checkpoints.identity import lineage_lines
 from finetune.training.checkpoints.manifest import CHECKPOINT
 from finetune.training.distilling import Teacher
@@ -79,7 +80,7 @@ def trainer_of(
     train, collator, sources = data.splits.get("train"), data.collator, None
     # A teacher's divergence is part of the loss, and Liger's fused loss gives no losses of tokens.
     if isinstance(train, Joined) and teacher is None and not session.training.use_liger_kernel:
-        sources = SourceLosses(train.names, train.ends, loss_head(model))
+        sources = SourceLosses(train.names, train.cumulative_sizes, loss_head(model))
     if sources is not None or (teacher is not None and teacher.kept is not None):
         train, collator = Numbered(train), NumberedCollator(collator)
     trainer = kind(
@@ -225,6 +226,8 @@ def _stood_there(checkpoint: str | None, step: int) -> bool:
 
 def _train(session: Session, trainer: FinetuneTrainer | PipelineTrainer, samples: Mapping[str, int]) -> TrainOutput:
     follow(trainer)
+    if session.training.device.type == "cpu":
+        runtime.keep_freed_memory()
     trained: TrainOutput = trainer.train(resume_from_checkpoint=session.checkpoint)
     peaks = {"peak_memory_gib_per_rank": trainer.peak_memory_gib_per_rank()}
     sources = taken_of_each(

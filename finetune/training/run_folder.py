@@ -254,10 +254,11 @@ def _is_of(folder: Path, error: Exception) -> bool:
 
 
 def _torch_met_a_full_disk(error: BaseException, folder: Path) -> bool:
-    """torch.save reports no errno (torch, caffe2/serialize/inline_container.cc)."""
+    """torch.save reports no errno (torch, caffe2/serialize/inline_container.cc and the C++ streams beneath it)."""
     if not os.access(folder, os.W_OK):
         return False  # read-only, however little space is free
-    return "inline_container" in str(error) and shutil.disk_usage(folder).free < FULL_DISK_BYTES
+    is_torchs = any(word in str(error) for word in ("inline_container", "basic_ios"))
+    return is_torchs and shutil.disk_usage(folder).free < FULL_DISK_BYTES
 
 
 def _finite(value: Any) -> Any:

@@ -24,10 +24,10 @@ from finetune.run.launch import Launch, accelerate_uses_fsdp, join_as_single_pro
 # CPU features with which bf16 is faster than fp32. Without either it is about four times slower
 # (docs/results/seq_cls.md). torch.backends.cpu.get_cpu_capability() says AVX512 with or without them.
 BF16_CPU_FLAGS = {"amx_bf16", "avx512_bf16"}
-# Parameters of glibc's mallopt (malloc.h), and their values: tensors of up to 1 GiB come from the heap, which never
-# shrinks.
+# Parameters of glibc's mallopt (malloc.h), and their values: tensors of up to 1 GiB, or else 32 MiB, come from the
+# heap, which never shrinks.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-NEVER, KEPT_BYTES = -1, 2**30
+NEVER, KEPT_BYTES = -1, (2**30, 2**25)
 
 
 def choose_precision(has_cuda: bool, file: Path = Path("/proc/cpuinfo")) -> str:
@@ -62,8 +62,9 @@ def keep_freed_memory() -> None:
     given = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(n.startswith("MALLOC_") for n in os.environ)
     if "CS_GNU_LIBC_VERSION" in os.confstr_names and not given:
         libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
-        libc.mallopt(M_TRIM_THRESHOLD, NEVER)
+        # Older releases take at most 32 MiB. Without a threshold of ours, theirs would no longer grow.
+        if any(libc.mallopt(M_MMAP_THRESHOLD, size) for size in KEPT_BYTES):
+            libc.mallopt(M_TRIM_THRESHOLD, NEVER)
 
 
 @contextmanager

@@ -95,8 +95,6 @@ def start(run: Run) -> Session:
     end_imports()
     runtime.quiet_libraries(launch)
     has_cuda = _choose_devices(run)
-    if not has_cuda:
-        runtime.keep_freed_memory()
     chosen = checkpoint_to_resume(run)
     asked = deepspeed_config_of(run)
     precision = choose_precision(run, has_cuda, asked)

@@ -3,8 +3,7 @@
     torchrun --nproc_per_node 4 recipes/basics/experts_by_hand.py
 
 The problem. In a mixture of experts a router sends each token to k of E small MLPs, so most weights are experts, and a
-token needs few of them. ZeRO-3 gathers all experts of a layer on every rank, also those that its tokens do not need.
-So send the tokens instead: the experts are divided among the ranks of a group. Here 4 ranks are 2 groups.
+token needs few. ZeRO-3 gathers them all on every rank. So send the tokens instead: each 2 of the 4 ranks share experts.
 
     rank              0      1      2      3
     experts          0 1    2 3    0 1    2 3      ranks 0 and 2 hold the same ones
@@ -130,8 +129,7 @@ def compare(rank: int, ranks: int, mixtures: tuple[Mixture, Mixture], groups: tu
 def main() -> None:
     if os.environ.get("WORLD_SIZE") != "4":
         if speaks := os.environ.get("RANK", "0") == "0":
-            told = "error: start it with: torchrun --nproc_per_node 4 recipes/basics/experts_by_hand.py"
-            print(told, file=sys.stderr)
+            print("error: start it with: torchrun --nproc_per_node 4", __file__, file=sys.stderr)
         sys.exit(2 if speaks else 0)  # if another rank failed first, torchrun would end rank 0 before it prints
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()

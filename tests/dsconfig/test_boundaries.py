@@ -352,6 +352,7 @@ ZERO: list[Case] = [
 OFFLOAD: list[Case] = [
     ("DS601", E, zero(2, offload_param=NVME), {}),
     ("DS602", E, zero(0, offload_optimizer=NVME), {}),
+    *(("DS602", severity, zero(stage, offload_optimizer=NVME), {}) for stage, severity in ((1, E), (2, E), (3, None))),
     ("DS602", None, zero(0, offload_optimizer={"device": "none"}), {}),
     *(("DS601", severity, zero(stage, offload_param={"device": device}), {}) for stage, device, severity in (
         (3, "cpu", None), (2, "cpu", E), (2, "none", None))),

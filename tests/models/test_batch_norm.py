@@ -156,7 +156,7 @@ def test_a_resnet_does_not_divide_by_the_items_that_the_trainer_counts() -> None
 
 
 def data(side: int) -> ImageData:
-    account = ImageAccount("a test", False, {"train": 1}, {}, {}, side, [], 0, [], [], [0.5] * 3, [0.5] * 3, [])
+    account = ImageAccount("a test", False, {"train": 1}, {}, {}, side, [], [0.5] * 3, [0.5] * 3, [])
     return ImageData({}, Labels("classification", ("a", "b")), account, None, {})
 
 
@@ -203,5 +203,7 @@ def test_a_resnet_is_no_pipeline() -> None:
     arguments = ImageModelArguments()
     source = find_image_source(arguments, None)
     config = settled_image_config(arguments, source, data(32), will_train=True)
-    with pytest.raises(RequestError, match=r"only an alexnet runs as a pipeline.*Drop it"):
+    with pytest.raises(
+        RequestError, match=r"only an alexnet runs as a pipeline.*Drop it, or give --model_type alexnet"
+    ):
         image_pipeline(arguments, source, config, seed=1)

@@ -33,7 +33,6 @@ def is_refused_or_taken(
         look_at_model(run)
 
 
-@pytest.mark.parametrize("recipe", ["causal_lm", "causal_lm_pipeline"])
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -46,10 +45,8 @@ def is_refused_or_taken(
     ],
     ids=["BERT", "DistilBERT", "RoBERTa", "T5", "BERT as a decoder", "Llama"],
 )
-def test_an_encoder_is_no_causal_language_model(
-    recipe: str, config: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    is_refused_or_taken(recipe, model(tmp_path, **config), message)
+def test_an_encoder_is_no_causal_language_model(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    is_refused_or_taken("causal_lm", model(tmp_path, **config), message)
 
 
 @pytest.mark.parametrize(

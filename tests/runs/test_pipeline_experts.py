@@ -120,7 +120,7 @@ def test_a_mixture_goes_on_bitwise_in_its_stages_and_up_to_rounding_in_others(tr
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"config_overrides": f"{SHAPE},num_experts=4,dropout=0.1"}, "this model has dropout 0.1"),
+        ({"config_overrides": f"{SHAPE},num_experts=4,dropout=0.1"}, "a router loss, and dropout 0.1"),
         ({"config_overrides": SHAPE}, "but the model has no experts"),
     ],
 )

@@ -30,6 +30,7 @@ from finetune.run.launch import Launch
 from finetune.run.parse import Setting
 from finetune.run.recipes.seq_cls import SEQ_CLS
 from finetune.run.run import Run
+from finetune.training import run_folder
 from finetune.training.model_card import Card, model_card, write_card
 from finetune.training.results import write_predictions
 from finetune.training.run_folder import (
@@ -107,6 +108,17 @@ def test_a_full_disk_is_told_from_other_errors(error: Exception, tmp_path: Path)
         raise error
     with pytest.raises(KeyError), explained_disk_errors(tmp_path):
         raise KeyError("something else")
+
+
+@pytest.mark.parametrize("words", ["[enforce fail at inline_container.cc:595]", "basic_ios::clear: iostream error"])
+def test_torchs_words_mean_a_full_disk_only_where_it_is_full(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RuntimeError, match=r"basic_ios|inline"), explained_disk_errors(tmp_path):
+        raise RuntimeError(words)
+    monkeypatch.setattr(run_folder, "FULL_DISK_BYTES", 2**60)
+    with pytest.raises(RunError, match="is full"), explained_disk_errors(tmp_path):
+        raise RuntimeError(words)
 
 
 def test_two_that_write_one_file_at_once_leave_it_whole_and_nothing_else(tmp_path: Path) -> None:

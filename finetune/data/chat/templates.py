@@ -58,7 +58,7 @@ def read_template(given: str) -> str:
             raise RequestError(
                 f"{name}: line {fault.lineno} is not valid jinja: {plain(first_line(fault))} Fix the file."
             ) from fault
-        except Exception:  # it needs turns, which come later
+        except Exception:  # it runs, too, on no turns, which a template need not allow
             return
 
     each_bounded(compile_template, [template], name)

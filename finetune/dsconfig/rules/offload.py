@@ -23,7 +23,8 @@ def _here(run: Context) -> Callable[..., Finding]:
 
 def offload_fits_the_stage(config: Config, run: Context) -> Iterator[Finding]:
     """DS601 and DS602. deepspeed 0.19.8 offloads optimizer states at stages 1 to 3. At stage 0 it still uses its CPU
-    optimizer, whose first step refuses weights on a GPU (ops/adam/cpu_adam.py)."""
+    optimizer, whose first step refuses weights on a GPU (ops/adam/cpu_adam.py). To NVMe it offloads at stage 3 alone:
+    runtime/zero/stage_1_and_2.py has no swapper, which runtime/engine.py asks for at each save."""
     if config.offload("offload_param") != "none" and config.stage != 3:
         said = (
             f"zero_optimization.offload_param needs stage 3, but stage is {config.stage}. Set stage to 3, or drop it."
@@ -35,6 +36,12 @@ def offload_fits_the_stage(config: Config, run: Context) -> Iterator[Finding]:
             "CPU optimizer refuses weights on a GPU. Raise it, or drop it."
         )
         yield error("DS602", "zero_optimization.offload_optimizer", said)
+    elif config.offload("offload_optimizer") == "nvme" and config.stage in (1, 2):
+        said = (
+            f"zero_optimization.offload_optimizer.device is nvme, but stage is {config.stage}: DeepSpeed would keep "
+            "the states in host memory, and end at the first save. Set stage to 3, or device to cpu."
+        )
+        yield error("DS602", "zero_optimization.offload_optimizer.device", said)
 
 
 def offload_has_a_device(config: Config, run: Context) -> Iterator[Finding]:

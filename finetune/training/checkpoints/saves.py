@@ -154,7 +154,7 @@ class SavesBeside(TrainerCallback):
         if self.writer is None or self.place is None:
             return
         writer, place, self.place = self.writer, self.place, None
-        if because and "waits" not in self.said and leads() and not writer.is_done():
+        if because and "waits" not in self.said and leads() and writer.look() is None and not writer.is_done():
             self.said.add("waits")
             self._say(f"note: {because} waits for {place.name}, which is still being written. Save less often, or on a "
                       "faster disk. This is said once.")  # fmt: skip

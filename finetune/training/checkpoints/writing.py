@@ -31,6 +31,7 @@ from finetune.versions import versions
 
 LATEST = "latest"  # in a run folder, names the newest checkpoint for people and tools; --resume does not use it
 SHARED_DISK_SECONDS = 5.0  # within which all ranks must see a folder that rank 0 has created
+READERS_WORDS = ("inline_container", "PytorchStreamReader")  # in the RuntimeErrors of torch's reader
 # In the disk errors of torch (caffe2/serialize/inline_container.cc), safetensors (serialize_file) and tokenizers (a
 # bare Exception with the message of Rust's std::io::Error).
 WRITERS_WORDS = ("inline_container", "PytorchStreamWriter", "basic_ios", "I/O error", "(os error ")
@@ -230,7 +231,9 @@ def read_together(folder: Path, read: Callable[[], T]) -> T:
     def attempt() -> T:
         try:
             return read()
-        except (OSError, SafetensorError, RuntimeError) as error:  # torch's reader raises the last
+        except (OSError, SafetensorError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not any(word in str(error) for word in READERS_WORDS):
+                raise
             raise RunError(
                 f"rank {rank()} could not read {folder}: {first_line(error)}. Its content was verified before, so look "
                 "for a disk or network fault; then --resume auto."
