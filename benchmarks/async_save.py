@@ -253,7 +253,7 @@ def render(found: dict[str, Any]) -> str:
     if machine:
         words |= {"where": f"on one rank on {machine}.", "away": "several ranks", "flags": " --gpu"}
     else:
-        where = "on two CPU cores without a GPU, shared with other work: absolute times are upper bounds."
+        where = "on two CPU cores without a GPU."
         words |= {"where": where, "away": "GPUs", "flags": ""}
     killed = "" if machine else KILLED.format(kills=kills(list(rows_of(KILLS))))
     return PAGE.format(table=tables[0], bandwidth=tables[2], **words) + killed + TURNS.format(rows=tables[1])
