@@ -13,14 +13,7 @@ from finetune.data.tokenizer import refuse_more_tokens, rows_of
 from finetune.errors import RequestError
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.models.gptlite_weights import draw_weights
-from finetune.models.source import (
-    IN_FP32,
-    Kept,
-    TextSource,
-    find_text_source,
-    load_weights,
-    positions_of,
-)
+from finetune.models.source import IN_FP32, Kept, TextSource, find_text_source, load_weights, positions_of
 from finetune.run.decoders import refuse_encoder
 from finetune.run.facts import tokens_of
 from finetune.run.flags.language import CausalModelArguments

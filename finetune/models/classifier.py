@@ -18,15 +18,7 @@ from finetune.data.columns import MULTI_LABEL, TOKENS, Labels
 from finetune.data.tokenizer import refuse_more_tokens
 from finetune.errors import RequestError
 from finetune.models.adapters import heads_of
-from finetune.models.source import (
-    IN_FP32,
-    Kept,
-    TextSource,
-    find_text_source,
-    load_weights,
-    positions_of,
-    with_labels,
-)
+from finetune.models.source import IN_FP32, Kept, TextSource, find_text_source, load_weights, positions_of, with_labels
 from finetune.run.facts import NO_LIMIT, tokens_of
 from finetune.run.files import SETTLED, TEXT_COLUMNS
 from finetune.run.flags.text import ModelArguments

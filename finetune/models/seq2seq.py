@@ -12,14 +12,7 @@ from finetune.data.columns import IGNORED
 from finetune.data.packing import mask_of, padded
 from finetune.data.tokenizer import has_languages, refuse_more_tokens, rows_of
 from finetune.errors import RequestError, first_line
-from finetune.models.source import (
-    IN_FP32,
-    Kept,
-    TextSource,
-    find_text_source,
-    load_weights,
-    positions_of,
-)
+from finetune.models.source import IN_FP32, Kept, TextSource, find_text_source, load_weights, positions_of
 from finetune.run.decoders import refuse_one_sided
 from finetune.run.facts import NO_LIMIT, tokens_of
 from finetune.run.recipes.seq2seq import PairArguments, Seq2SeqModelArguments, t5_shape
