@@ -76,7 +76,8 @@ class UnchangedFiles:
 def _changed(path: str, before: State, what: str) -> RunError:
     return RunError(
         f"{path} has changed since the run began to read it: it had {before.bytes:,} bytes, and {what}. Restore "
-        "the file (if it is prepared data, delete its folder to prepare it again), then --resume auto."
+        "the file (if it is prepared data, delete its folder to prepare it again), then start again with --resume "
+        "allow."
     )
 
 

@@ -190,7 +190,7 @@ class TextStream(TorchIterableDataset):
         if read < self.found.rows and (worker is None or worker.num_workers == 1):  # several workers share the rows
             raise RunError(
                 f"the stream ended after {read:,} rows, but {self.found.rows:,} were counted before training. Is "
-                "it truncated? Fix it, then --resume auto."
+                "it truncated? Fix it, then start again with --resume allow."
             )
 
 

@@ -89,17 +89,21 @@ def host_of_node(job: Job, ranks: Sequence[RankMemory]) -> dict[str, int]:
 
 def is_saved_beside(job: Job) -> bool:
     """Whether a checkpoint is large enough to be saved asynchronously."""
+    if job.saves_beside_from is None:
+        return False
     weights, states = _saved_bytes(job)
-    return job.saves_beside_from is not None and weights + states >= job.saves_beside_from
+    is_twice = job.engine == FSDP or (job.engine not in (TRAINER, PIPELINE) and job.zero.stage < 3)
+    return (2 if is_twice else 1) * weights + states >= job.saves_beside_from
 
 
 def copied_bytes(job: Job, share: float = 1.0) -> int:
-    """Bytes of an asynchronously saved checkpoint on the node of rank 0: the weights, and optimizer states and masters,
-    of which under DeepSpeed each node has its part. FSDP writes its shards synchronously. The first rank of a
-    pipeline's stage copies all of the stage; `share` is that of the stages that begin on the fullest node."""
+    """Bytes that an asynchronous save copies on the node of rank 0: the weights, once even if two files need them, and
+    optimizer states and masters, of which under DeepSpeed each node has its part. FSDP writes its shards synchronously.
+    The first rank of a pipeline's stage copies all of the stage; `share` is that of the stages that begin on the
+    fullest node."""
     weights, states = _saved_bytes(job)
     if job.engine == FSDP:
-        return weights // 2
+        return weights
     if job.engine == PIPELINE:
         return int(share * (weights + states))
     if job.engine == TRAINER:
@@ -108,16 +112,16 @@ def copied_bytes(job: Job, share: float = 1.0) -> int:
 
 
 def _saved_bytes(job: Job) -> tuple[int, int]:
-    """Bytes of a checkpoint over all ranks: weights, which FSDP and DeepSpeed below ZeRO-3 save a second time in files
-    of their own; and optimizer states, with DeepSpeed's masters. A pipeline saves the masters alone, as its weights."""
+    """Bytes of what a checkpoint holds, over all ranks: weights, which FSDP and DeepSpeed below ZeRO-3 save a second
+    time in files of their own; and optimizer states, with DeepSpeed's masters. A pipeline saves the masters alone, as
+    its weights."""
     trained = [tensor for tensor in job.model.tensors if tensor.trains]
     elements = sum(tensor.elements for tensor in trained)
     states = sum(job.stepping.state_bytes(tensor.shape) for tensor in trained)
     if job.engine == PIPELINE:
         return FP32_BYTES * elements, states
     states += 0 if job.engine in (FSDP, TRAINER) else FP32_BYTES * elements
-    is_once = job.engine == TRAINER or (job.engine != FSDP and job.zero.stage == 3)
-    return (1 if is_once else 2) * job.weight_bytes * elements, states
+    return job.weight_bytes * elements, states
 
 
 def fits(job: Job, machine: Machine, ranks: Sequence[RankMemory]) -> bool:

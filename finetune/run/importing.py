@@ -8,6 +8,7 @@ import os
 from finetune.run.run import Run
 
 EAGER = "TORCHDYNAMO_DISABLE"
+CPP_LOG = "TORCH_CPP_LOG_LEVEL"
 
 
 def begin_imports(run: Run) -> None:
@@ -20,8 +21,15 @@ def begin_imports(run: Run) -> None:
     its functions in `torch.compile`, for which torch imports all of Inductor (bitsandbytes 0.50,
     backends/default/ops.py, _try_torch_compile). With this variable set, torch leaves them uncompiled. Only quantized
     weights and optimizers use them, so the variable is set only for runs without these.
+
+    torch's C++ code warns on every rank of the same things, such as DDP of `find_unused_parameters` (torch 2.13,
+    csrc/distributed/c10d/reducer.cpp, prepare_for_backward). Only the first rank of a host shows these warnings; errors
+    are shown by all. torch reads the level as it is imported (c10/util/Logging.cpp).
     """
     gc.disable()
+    if run.launch.local_rank and CPP_LOG not in os.environ:
+        os.environ[CPP_LOG] = "ERROR"
+        _set.append(CPP_LOG)
     if not uses_bitsandbytes(run) and EAGER not in os.environ:
         os.environ[EAGER] = "1"
         _set.append(EAGER)

@@ -29,8 +29,16 @@ def missing_checkpoint(run: Run) -> list[str]:
         there = (Path(resume).expanduser() / STATE_FILE).is_file()
         said = f"{run.said('resume')}: is not a checkpoint folder (it has no {STATE_FILE})."
         return [] if there else [f"{said}{_meant_to_resume(resume, folder)}"]
-    found = any(folder.glob("checkpoint-*")) or any(folder.glob(f"{REPLACED}checkpoint-*"))
-    return [] if found else [f"{run.said('resume')}: {folder} holds no checkpoint. {FIRST_START}"]
+    return [] if has_checkpoint(folder) else [f"{run.said('resume')}: {folder} holds no checkpoint. {FIRST_START}"]
+
+
+def has_checkpoint(folder: Path) -> bool:
+    return any(folder.glob("checkpoint-*")) or any(folder.glob(f"{REPLACED}checkpoint-*"))
+
+
+def how_to_go_on(folder: Path) -> str:
+    """How to start a folder's run again once its fault is mended, for the end of a message."""
+    return "--resume auto" if has_checkpoint(folder) else "start again with --resume allow (it needs no checkpoint)"
 
 
 def _meant_to_resume(word: str, folder: Path) -> str:
@@ -66,10 +74,12 @@ def check_output_dir(run: Run) -> None:
     if not entries or (resume and (resume != "allow" or RUN_RECORD in entries)):
         return
     if not run.value("overwrite_output_dir"):
-        raise RequestError(
-            f"{run.said('output_dir')}, but it already holds {len(entries)} files or folders. Continue it with "
-            "--resume auto, delete it with --overwrite_output_dir True, or give another folder."
-        )
+        mend = "Give another folder."
+        if has_checkpoint(folder) or RUN_RECORD in entries:
+            again = "It has no checkpoint: start it again with --resume allow"
+            again = "Continue it with --resume auto" if has_checkpoint(folder) else again
+            mend = f"{again}, delete it with --overwrite_output_dir True, or give another folder."
+        raise RequestError(f"{run.said('output_dir')}, but it already holds {len(entries)} files or folders. {mend}")
     if RUN_RECORD not in entries:
         raise RequestError(
             f"{run.said('output_dir')}, but it holds {', '.join(sorted(entries)[:3])} and no {RUN_RECORD}, so no "

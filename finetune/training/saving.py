@@ -130,14 +130,10 @@ class SavingMixin(AnyTrainer):
         once, named = named_weights(self.bare_model), named_weights(self.bare_model, every=True)
         return {name: weight for name, weight in weights.items() if name in once or name not in named}
 
-    def _settings(self) -> bytes | None:
-        """What the files beside the weights depend on; None if that cannot be told. A run does not change its
-        tokenizer."""
+    def _settings(self) -> bytes:
+        """What the files beside the weights depend on. A run does not change its tokenizer. Raises pickle's errors."""
         model = self.bare_model
-        try:
-            return pickle.dumps((self.args, *(getattr(model, f"{kind}config", None) for kind in ("", "generation_"))))
-        except (pickle.PicklingError, AttributeError, TypeError):
-            return None
+        return pickle.dumps((self.args, *(getattr(model, f"{kind}config", None) for kind in ("", "generation_"))))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Like the Trainer's. If only rank 0 has states to save, they may be written in the background."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import resource
 import sys
@@ -23,6 +24,7 @@ from finetune.plan.machine import find_machine
 # 2 forward and 4 backward for each parameter that multiplies a token; attention's own products are left out
 # (Kaplan et al., arXiv 2001.08361, section 2.1).
 FLOPS_PER_PARAM_AND_TOKEN = 6
+KEPT_STEPS = 4096  # step times, for the median and the 95th percentile
 
 
 def peak_flops() -> float | None:
@@ -77,7 +79,9 @@ class SpeedMeter(TrainerCallback):
         self.flops_per_token = FLOPS_PER_PARAM_AND_TOKEN * multiplied_parameters
         self.world_size = world_size
         self.peak = peak_flops()
-        self.total_step_seconds = array("d")  # 8 bytes per step; a list of floats takes 32
+        self.steps, self.total_seconds = 0, 0.0
+        self.step_seconds = array("d")  # of all steps, or of as many drawn from them
+        self._random = random.Random(0)
         self._total: Any = 0
         self._rows = self._padded = 0
         self._real: Any = 0  # a tensor if counted from masks
@@ -115,7 +119,7 @@ class SpeedMeter(TrainerCallback):
         if self._mark is not None:
             self._window_seconds += now - self._mark
             self._window_steps += 1
-            self.total_step_seconds.append(now - self._mark)
+            self._keep(now - self._mark)
         self._mark = now
 
     def _forget_the_mark(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -140,11 +144,22 @@ class SpeedMeter(TrainerCallback):
         """Over the whole run and all ranks: speeds, and median and p95 of step times in seconds."""
         self.window(reduce)
         figures: dict[str, float] = {}
-        if self.total_step_seconds:
-            figures |= self._figures(self._total, sum(self.total_step_seconds))
-            figures["step_seconds_median"] = float(np.median(self.total_step_seconds))
-            figures["step_seconds_p95"] = float(np.percentile(self.total_step_seconds, 95))
+        if self.steps:
+            figures |= self._figures(self._total, self.total_seconds)
+            figures["step_seconds_median"] = float(np.median(self.step_seconds))
+            figures["step_seconds_p95"] = float(np.percentile(self.step_seconds, 95))
         return figures
+
+    def _keep(self, seconds: float) -> None:
+        """Each step is among those kept with the same probability (Vitter, Random Sampling with a Reservoir, 1985,
+        algorithm R), so memory does not grow with the run, and steps that are slow at regular intervals, such as those
+        that log, keep their share."""
+        self.steps += 1
+        self.total_seconds += seconds
+        if len(self.step_seconds) < KEPT_STEPS:
+            self.step_seconds.append(seconds)
+        elif (place := self._random.randrange(self.steps)) < KEPT_STEPS:
+            self.step_seconds[place] = seconds
 
     def _figures(self, counted: Any, seconds: float) -> dict[str, float]:
         rows, real, padded = counted.tolist()

@@ -48,7 +48,8 @@ def trained_with(recipe: str, argv: list[str]) -> dict[str, Any]:
     try:
         module.main(resolve_here(recipes()[recipe], argv, Launch()))
     except Built as built:
-        return figures(built.trainer)
+        is_default = "--config" not in argv  # a YAML's model may be large
+        return figures(built.trainer) | ({"unused": unused(built.trainer)} if is_default else {})
     raise AssertionError(f"recipes/{recipe}.py has not finished by finetune.training.chapters.finish")
 
 
@@ -72,6 +73,15 @@ def figures(trainer: Any) -> dict[str, Any]:
         "frozen_bytes": sum(frozen_bytes(p) for p in model.parameters() if not p.requires_grad),
         **sample(trainer, engine),
     }
+
+
+def unused(trainer: Any) -> list[str] | None:
+    """The trained weights that get no gradient: DDP would wait for theirs in vain. None if it is told to look."""
+    if trainer.args.ddp_find_unused_parameters is not False or hasattr(trainer, "engine"):
+        return None
+    model, rows = trainer.model.train(), [trainer.train_dataset[index] for index in range(4)]
+    trainer.compute_loss(model, trainer.data_collator(rows)).backward()
+    return [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
 
 
 def frozen_bytes(weight: Any) -> int:

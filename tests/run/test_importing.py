@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import REPO
 
-from finetune.run.importing import EAGER, begin_imports, end_imports, uses_bitsandbytes
+from finetune.run.importing import CPP_LOG, EAGER, begin_imports, end_imports, uses_bitsandbytes
 from finetune.run.launch import Launch
 from finetune.run.recipes.seq_cls import SEQ_CLS
 from finetune.run.resolve import resolve
@@ -109,3 +109,21 @@ def test_a_process_that_is_not_ours_alone_keeps_its_collector_as_it_is() -> None
     frozen = gc.get_freeze_count()
     end_imports()
     assert gc.get_freeze_count() == frozen
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "given", "meanwhile"),
+    [(0, None, None), (1, None, "ERROR"), (1, "INFO", "INFO"), (0, "INFO", "INFO")],
+)
+def test_the_first_rank_of_a_host_alone_shows_torchs_warnings(
+    local_rank: int, given: str | None, meanwhile: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(CPP_LOG, raising=False)
+    if given:
+        monkeypatch.setenv(CPP_LOG, given)
+    launch = Launch(rank=4 + local_rank, local_rank=local_rank, world_size=8, local_world_size=4)
+    begin_imports(resolve(SEQ_CLS, ["--output_dir", str(tmp_path / "out")], launch))
+    assert os.environ.get(CPP_LOG) == meanwhile
+    end_imports()
+    gc.unfreeze()
+    assert os.environ.get(CPP_LOG) == given, "what starts later has it as the user set it"

@@ -184,7 +184,8 @@ def counted(run: Any) -> dict[str, Any]:
 def differences(case: str, planned: dict[str, Any], trained: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     assert "error" not in trained, trained["error"]
     left_out = {"parameters", "trained"} if case in BY_THE_DATA else {"parameters"} if case == "QLoRA" else set()
-    return {name: (planned[name], trained[name]) for name in {*trained} - left_out if planned[name] != trained[name]}
+    compared = {*trained} - left_out - {"unused"}
+    return {name: (planned[name], trained[name]) for name in compared if planned[name] != trained[name]}
 
 
 def test_a_yaml_says_whose_it_is() -> None:
@@ -196,6 +197,14 @@ def test_a_yaml_says_whose_it_is() -> None:
 def test_a_plan_counts_what_the_recipe_trains_with(case: str, folder: Path, trained: dict[str, Any]) -> None:
     run, _ = described(flags_of(case, folder), Launch(), recipe_of(case))
     assert differences(case, counted(run), trained[case]) == {}
+
+
+def test_a_recipe_that_tells_ddp_so_uses_all_weights_of_its_model_from_scratch(trained: dict[str, Any]) -> None:
+    told = {
+        name for name, recipe in recipes().items() if recipe.scratch_defaults.get("ddp_find_unused_parameters") is False
+    }
+    assert {"seq_cls", "causal_lm", "image_cls"} <= told
+    assert {name: trained[name]["unused"] for name in told} == {name: [] for name in told}
 
 
 @pytest.mark.parametrize(

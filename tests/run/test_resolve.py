@@ -11,13 +11,14 @@ from asked import run_of
 
 from finetune.errors import RequestError
 from finetune.run.engine import deepspeed_config_of
+from finetune.run.flags.guards import GuardArguments
 from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.flags.text import ClassArguments, DataArguments, ModelArguments
 from finetune.run.launch import Launch, read_launch
 from finetune.run.run import Run
 from finetune.training.start import training_arguments
 
-GROUPS = (DataArguments, ClassArguments, ModelArguments)
+GROUPS = (DataArguments, ClassArguments, ModelArguments, GuardArguments)
 
 
 def request(*argv: str, **defaults: Any) -> Run:
@@ -202,6 +203,9 @@ def test_a_word_that_is_no_flag_is_understood_by_its_meaning(word: str, meant: s
         ("report_to: [none]", "report_to", ["none"]),
         ("lr_scheduler_type: cosine\nlr_scheduler_kwargs: {num_cycles: 2}", "lr_scheduler_kwargs", {"num_cycles": 2}),
         ("label_column_name: 7", "label_column_name", "7"),
+        *((f"async_save: {word}", "async_save", "on") for word in ("on", "yes", "true", '"on"', '"yes"')),
+        *((f"async_save: {word}", "async_save", "off") for word in ("off", "no", "false", '"off"', '"no"')),
+        ("async_save: auto", "async_save", "auto"),
     ],
 )
 def test_yaml_means_what_its_writer_means(yaml: str, name: str, value: Any, tmp_path: Path) -> None:
@@ -223,6 +227,9 @@ def test_yaml_means_what_its_writer_means(yaml: str, name: str, value: Any, tmp_
         (["--max_steps", "+5"], "max_steps", 5),
         (["--max_steps", "9007199254740993"], "max_steps", 2**53 + 1),
         (["--max_grad_norm", "inf"], "max_grad_norm", math.inf),
+        *((["--async_save", word], "async_save", "on") for word in ("on", "yes", "True", "1", "ON")),
+        *((["--async_save", word], "async_save", "off") for word in ("off", "no", "False", "0")),
+        (["--async_save=auto"], "async_save", "auto"),
     ],
 )
 def test_words_mean_what_their_writer_means(words: list[str], name: str, value: Any) -> None:
@@ -250,6 +257,9 @@ def test_words_mean_what_their_writer_means(words: list[str], name: str, value: 
         (["--train_file", "a.csv", "--encoding", "utf9"], "which Python does not know"),
         (["--train_file", "a.csv", "--encoding", "base64"], "which Python does not know"),
         (["--lr_scheduler_kwargs", "{a"], "is not valid JSON"),
+        (["--async_save", "always"], "--async_save is 'always' .* must be one of auto, on, off"),
+        (["--async_save", "2"], "must be one of auto, on, off"),
+        (["--async_save"], "needs a value"),
     ],
 )
 def test_values_that_are_none_of_their_flag_are_refused(words: list[str], said: str) -> None:

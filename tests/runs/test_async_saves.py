@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from conftest import LAUNCHERS, RECIPE, TINY, flags, launch, run_to_its_end
 from living import living
+from saved_content import content_of
 
 from finetune.training.checkpoints.manifest import checkpoints_in, problems
 
@@ -34,8 +35,7 @@ OF_THE_MOMENT = ("manifest.json", "run.json", "training_args.bin", "trainer_stat
 
 
 def content(checkpoint: Path) -> dict[str, bytes]:
-    found = {str(path.relative_to(checkpoint)): path for path in checkpoint.rglob("*") if path.is_file()}
-    return {name: path.read_bytes() for name, path in found.items() if path.name not in OF_THE_MOMENT}
+    return content_of(checkpoint, without=OF_THE_MOMENT)
 
 
 @pytest.mark.nightly

@@ -150,7 +150,11 @@ def test_a_folder_that_holds_a_run_is_neither_written_over_nor_lost(tmp_path: Pa
     before = ages(folder)
     again = launch("python", folder, {**TINY, "max_steps": 1}, check=False)
     assert again.status == 2
-    assert "--resume auto" in again.errors[0]
+    assert "It has no checkpoint: start it again with --resume allow, delete it with" in again.errors[0]
+    (folder / "checkpoint-1").mkdir()
+    again = launch("python", folder, {**TINY, "max_steps": 1}, check=False)
+    assert "Continue it with --resume auto, delete it with" in again.errors[0]
+    (folder / "checkpoint-1").rmdir()
     assert ages(folder) == before
     (foreign := tmp_path / "foreign").mkdir()
     (foreign / "note.txt").touch()

@@ -24,6 +24,8 @@ from finetune.training.checkpoints.copies import (
     shared_weights,
 )
 from finetune.training.checkpoints.learned import Learned
+from finetune.training.checkpoints.manifest import record_of
+from finetune.training.checkpoints.writer_process import Copy, Target
 
 
 @pytest.fixture
@@ -82,6 +84,19 @@ def test_weights_are_written_as_safetensors_writes_them(memory: Memory, tmp_path
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
 
 
+def test_so_are_later_ones_of_their_form_by_the_header_of_the_first(memory: Memory, tmp_path: Path) -> None:
+    target = Target()
+    for turn, size in enumerate((4, 4, 5, 4)):  # another shape makes another form
+        weights = {"b": torch.randn(3, size), "a": torch.ones(2, dtype=torch.bfloat16), "none": torch.empty(0, 3)}
+        save_file(weights, tmp_path / f"{turn}", {"format": "pt"})
+        memory.clear()
+        copy = Copy("model.safetensors", copied_weights(weights.items(), memory), {"format": "pt"})
+        (folder := tmp_path / f"checkpoint-{turn}").mkdir()
+        record = copy.write(folder, other_side(memory), target).result()
+        assert (folder / copy.name).read_bytes() == (tmp_path / f"{turn}").read_bytes()
+        assert record == record_of(folder / copy.name)
+
+
 class Coded(torch.Tensor):
     """As optimizers with states in 8 bits keep them: a tensor around others, with a device of its own."""
 
@@ -110,6 +125,7 @@ def test_a_tensor_that_goes_with_its_device_is_left_to_who_has_that(
     states = {"step": torch.ones(3), "mean": Coded(torch.ones(8, dtype=torch.uint8), device)}
     assert writer.keep(writer.folder / "optimizer.pt", states) is is_kept
     assert writer.names == ["optimizer.pt"] * is_kept
+    assert (writer.early is None) is is_kept, "why it is not kept"
     os.close(writer.memory.handle)
 
 
@@ -125,7 +141,7 @@ def test_a_form_is_learnt_of_what_is_written_as_it_is(tmp_path: Path) -> None:
     weights, learned = {"a": torch.ones(2), "tied": torch.ones(2)}, Learned()
     save_file({"a": weights["a"]}, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text("{}")
-    learned.look(tmp_path, weights, b"settings")
+    assert learned.look(tmp_path, weights, b"settings") is None
     form = learned.of(weights, b"settings")
     assert form is not None
     assert (form.file, form.names, form.metadata) == ("model.safetensors", ("a",), {"format": "pt"})
@@ -135,21 +151,24 @@ def test_a_form_is_learnt_of_what_is_written_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "written",
+    ("written", "why"),
     [
-        pytest.param({"model.safetensors": {"renamed": torch.ones(2)}}, id="other names"),
-        pytest.param({"model.safetensors": {"a": torch.zeros(2)}}, id="other numbers"),
-        pytest.param({"model-1.safetensors": {"a": torch.ones(2)}, "model-2.safetensors": {}}, id="several files"),
-        pytest.param({"model.safetensors": {"a": torch.ones(2)}, "other/model.safetensors": {}}, id="several models"),
+        ({"model.safetensors": {"renamed": torch.ones(2)}}, "other names or values"),
+        ({"model.safetensors": {"a": torch.zeros(2)}}, "other names or values"),
+        ({"model-1.safetensors": {"a": torch.ones(2)}, "model-2.safetensors": {}}, "in 2 weights files"),
+        ({"model.safetensors": {"a": torch.ones(2)}, "other/model.safetensors": {}}, "with other models"),
     ],
+    ids=["other names", "other numbers", "several files", "several models"],
 )
-def test_no_form_is_learnt_of_what_was_changed_on_its_way(written: dict[str, Any], tmp_path: Path) -> None:
+def test_no_form_is_learnt_of_what_was_changed_on_its_way(written: dict[str, Any], why: str, tmp_path: Path) -> None:
     learned, weights = Learned(), {"a": torch.ones(2)}
     for name, content in written.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         save_file(content, tmp_path / name)
         assert load_file(tmp_path / name).keys() == content.keys()
-    learned.look(tmp_path, weights, b"")
+    said = learned.look(tmp_path, weights, b"")
+    assert said is not None
+    assert why in said
     assert learned.of(weights, b"") is None
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from saved_content import content_of
 from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from finetune.errors import RunError
@@ -79,11 +80,6 @@ def hold_up(trainer: FinetuneTrainer, seconds: float) -> None:
     threading.Timer(seconds, os.kill, (writer.process.pid, signal.SIGCONT)).start()
 
 
-def files(checkpoint: Path) -> dict[str, bytes]:
-    found = {path.relative_to(checkpoint): path for path in checkpoint.rglob("*") if path.is_file()}
-    return {str(name): path.read_bytes() for name, path in found.items() if name.name not in OF_THE_MOMENT}
-
-
 def test_a_checkpoint_holds_its_step_though_all_changes_before_anything_is_written(tmp_path: Path) -> None:
     class Late(FinetuneTrainer):
         def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -104,8 +100,11 @@ def test_a_checkpoint_holds_its_step_though_all_changes_before_anything_is_writt
     late = train(tmp_path / "beside", "on", spoil, kind=Late)
     assert float(next(late.model.parameters()).detach().flatten()[0]) == 7.0
     for step in (2, 4):
-        one, other = (files(tmp_path / name / f"checkpoint-{step}") for name in ("sync", "beside"))
-        assert one.keys() == other.keys() >= {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"}
+        folders = [tmp_path / name / f"checkpoint-{step}" for name in ("sync", "beside")]
+        one, other = (content_of(folder, without=OF_THE_MOMENT) for folder in folders)
+        assert one.keys() == other.keys()
+        there = {path.name for path in folders[1].iterdir()}
+        assert there >= {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"}
         assert [name for name in one if one[name] != other[name]] == []
         assert problems(tmp_path / "beside" / f"checkpoint-{step}", hashes=True) == []
     assert sorted(path.name for path in (tmp_path / "beside").iterdir()) == ["checkpoint-2", "checkpoint-4", "latest"]
@@ -129,6 +128,22 @@ def test_a_config_that_changes_between_two_saves_is_saved_as_it_is_then(tmp_path
     assert notes == ["changed", None, None]
     assert [problems(path, hashes=True) for path in checkpoints_in(tmp_path)] == [[], [], []]
     assert len(saved) == 2, "of the second checkpoint the other process writes all files of the model"
+
+
+def test_what_cannot_be_copied_is_saved_at_once_and_the_run_says_so_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Unpicklable(FinetuneTrainer):
+        def _save_model_files(self, folder: Path, weights: Any) -> None:
+            self.model.config.__class__ = type("Local", (GPTLiteConfig,), {})  # pickle finds no such class
+            super()._save_model_files(folder, weights)
+
+    train(tmp_path, "on", kind=Unpicklable, max_steps=6)
+    said = capfd.readouterr().out
+    assert said.count("note: --async_save: training waits while a save writes the model: its config") == 1
+    assert "cannot be pickled" in said
+    assert "Define their classes and functions at the top level of a module" in said
+    assert [problems(path, hashes=True) for path in checkpoints_in(tmp_path)] == [[], [], []]
 
 
 def test_a_writer_that_is_killed_is_told_of_at_the_step_and_ends_the_run(

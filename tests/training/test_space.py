@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 from finetune.errors import RunError
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.training.checkpoints.manifest import read_manifest
-from finetune.training.checkpoints.space import check_space, stage_bytes, states_bytes, trainer_bytes
+from finetune.training.checkpoints.space import check_space, copied_bytes, stage_bytes, states_bytes, trainer_bytes
 from finetune.training.trainer import FinetuneTrainer
 
 CONFIG = GPTLiteConfig(vocab_size=2000, num_hidden_layers=2, hidden_size=256, num_attention_heads=4)
@@ -60,6 +60,26 @@ def test_each_layout_writes_what_it_has(trainer: Any, zero_stage: int | None, by
     assert trainer_bytes(trainer, zero_stage) == pytest.approx(bytes_of_each * 10**9, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    ("values", "zero_stage", "hosts", "bytes_of_each"),
+    [
+        pytest.param({}, None, 1, 4 + 8, id="DDP"),
+        pytest.param({}, None, 2, 4 + 8, id="DDP: rank 0 copies all"),
+        pytest.param({}, 2, 1, 4 + 4 + 8, id="ZeRO-2: weights once, though two files need them"),
+        pytest.param({}, 3, 1, 4 + 4 + 8, id="ZeRO-3"),
+        pytest.param({}, 2, 2, 4 + (4 + 8) / 2, id="ZeRO-2 on two hosts: half of the states"),
+        pytest.param({"fsdp": True}, None, 1, 4, id="FSDP: weights alone"),
+    ],
+)
+def test_each_layout_copies_what_it_does_not_write_at_once(
+    values: dict[str, Any], zero_stage: int | None, hosts: int, bytes_of_each: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    trainer = stand_in(10**9, 0, world_size=4 * hosts, **values)
+    found = copied_bytes(trainer, trainer_bytes(trainer, zero_stage), zero_stage)
+    assert found == pytest.approx(bytes_of_each * 10**9, rel=0.04)
+
+
 def test_a_stage_of_a_pipeline_writes_fp32_weights_and_states() -> None:
     def each(optim: str, has_momentum: bool, weights_only: bool) -> float:
         return stage_bytes([10**8, 10**8], optim, has_momentum, weights_only) / (2 * 10**8)
@@ -82,8 +102,11 @@ def test_too_little_room_is_said_with_both_numbers_and_the_mends(tmp_path: Path)
         check_space(tmp_path / "run", free + 100 * 2**30, "step 4")
     said = str(error.value)
     assert said.startswith(f"step 4: a checkpoint needs about {(free + 100 * 2**30) / 2**20:,.0f}"[:45])
-    for mend in ("--save_total_limit", "--save_only_model", "--output_dir", "--resume auto"):
+    for mend in ("--save_total_limit", "--save_only_model", "--output_dir", "start again with --resume allow"):
         assert mend in said
+    (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
+    with pytest.raises(RunError, match="; then --resume auto"):
+        check_space(tmp_path / "run", free + 100 * 2**30, "step 4")
 
 
 @pytest.mark.parametrize(("free", "fits"), [(1000, True), (999, False), (500, False), (0, False)])

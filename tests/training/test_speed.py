@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig, TrainerControl
 
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.models.multiplied import multiplied_parameters
+from finetune.training import speed
 from finetune.training.speed import SpeedMeter, by_steady_clock, peak_flops
 
 
@@ -100,3 +101,22 @@ def test_closing_figures_are_by_a_clock_that_nobody_sets() -> None:
     mended = by_steady_clock(told, 10.0)
     assert mended == {"train_runtime": 10.0, "train_samples_per_second": 8639.0, "train_steps_per_second": 863.9}
     assert by_steady_clock({**told, "train_runtime": 10.2}, 10.0) == {}
+
+
+@pytest.mark.parametrize(("slow_every", "p95"), [(8, 3.0), (50, 1.0)])
+def test_step_times_take_no_more_memory_in_a_longer_run_and_keep_the_share_of_slow_steps(
+    slow_every: int, p95: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed, "KEPT_STEPS", 512)
+    clock = [0.0]
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: clock[0])
+    meter, control = SpeedMeter(10, 1), TrainerControl()
+    for step in range(1, 10_001):
+        meter.count({"input_ids": torch.zeros(1, 4, dtype=torch.long)})
+        meter.on_step_begin(None, None, control)
+        clock[0] += 3.0 if step % slow_every == 0 else 1.0
+        meter.on_step_end(None, None, control)
+    assert len(meter.step_seconds) == 512
+    found = meter.summary(lambda counted: counted)
+    assert (found["step_seconds_median"], found["step_seconds_p95"]) == (1.0, p95)
+    assert found["samples_per_second"] == pytest.approx(10_000 / clock[0]), "of all steps"

@@ -36,5 +36,11 @@ IMAGE_CLS = Recipe(
         "ddp_broadcast_buffers": False,  # SharedStatistics averages batch norm's buffers instead
     },
     # A model from scratch needs a higher rate and more epochs than a pretrained one.
-    scratch_defaults={"learning_rate": 3e-3, "num_train_epochs": 8, "warmup_steps": 0.1, "lr_scheduler_type": "cosine"},
+    scratch_defaults={
+        "learning_rate": 3e-3,
+        "num_train_epochs": 8,
+        "warmup_steps": 0.1,
+        "lr_scheduler_type": "cosine",
+        "ddp_find_unused_parameters": False,
+    },
 )

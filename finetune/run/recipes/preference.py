@@ -114,7 +114,7 @@ PREFERENCE = Recipe(
         "logging_nan_inf_filter": False,  # a NaN should be visible
     },
     # Random weights have nothing worth keeping, so the rate may be high.
-    scratch_defaults={"learning_rate": 1e-3, "per_device_train_batch_size": 16},
+    scratch_defaults={"learning_rate": 1e-3, "per_device_train_batch_size": 16, "ddp_find_unused_parameters": False},
     void=(
         Void(("label_smoothing",), "loss", ("ipo", "kto", "orpo", "reward"), "Only dpo and simpo use it. Drop it."),
         Void(

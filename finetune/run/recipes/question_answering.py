@@ -95,6 +95,7 @@ QUESTION_ANSWERING = Recipe(
         "per_device_train_batch_size": 32,
         "warmup_steps": 0.1,
         "max_seq_length": 128,
+        "ddp_find_unused_parameters": False,
     },
     scratch=span_shape,
     void=(

@@ -121,6 +121,7 @@ SEQ2SEQ = Recipe(
         "warmup_steps": 0.1,
         "max_source_length": 96,
         "max_target_length": 24,
+        "ddp_find_unused_parameters": False,
     },
     scratch=t5_shape,
 )

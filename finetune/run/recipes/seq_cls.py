@@ -25,5 +25,10 @@ SEQ_CLS = Recipe(
     figures=("loss", "accuracy", "f1_macro", "matthews", "mse", "pearson", "f1_micro", "subset_accuracy"),
     metrics=("accuracy", "f1", "matthews", "mse", "pearson"),
     # A model from scratch needs a higher rate and more epochs than a pretrained one.
-    scratch_defaults={"learning_rate": 1e-3, "num_train_epochs": 8, "warmup_steps": 0.1},
+    scratch_defaults={
+        "learning_rate": 1e-3,
+        "num_train_epochs": 8,
+        "warmup_steps": 0.1,
+        "ddp_find_unused_parameters": False,
+    },
 )

@@ -30,5 +30,6 @@ TOKEN_CLS = Recipe(
         "learning_rate": 2e-3,
         "num_train_epochs": 4,
         "warmup_steps": 0.1,
+        "ddp_find_unused_parameters": False,
     },
 )

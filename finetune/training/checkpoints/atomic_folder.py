@@ -37,7 +37,10 @@ class Handed(Protocol):
         """The files of this rank that it will write later."""
 
     def hand_over(self, sizes: dict[str, int]) -> None:
-        """Pass on the remaining work; `sizes` are those of this rank's share of the files already written."""
+        """Describe the remaining work; `sizes` are those of this rank's share of the files already written."""
+
+    def go(self) -> None:
+        """Start it. Called once all ranks have described theirs: it would take the processor from a rank's messages."""
 
 
 class AtomicFolder:
@@ -72,6 +75,7 @@ class AtomicFolder:
             if self.beside is not None:
                 beside = self.beside
                 together(lambda: beside.hand_over({name: sizes[name] for name in names}))
+                beside.go()
                 return
             own = together(lambda: {name: record_on_disk(self.folder, name, sizes[name], rank()) for name in names})
             self.records = {name: record for part in every(own) for name, record in part.items()}

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from finetune.errors import first_line
 from finetune.run.environment import environment_of_child
 from finetune.training.checkpoints.copies import (
     Memory,
@@ -38,17 +39,19 @@ ENDING_SECONDS = 60.0  # how long a failing rank waits for the others' parts, on
 
 class Writer:
     """This rank's writer process and the memory they share. One checkpoint at a time: `begin`, `keep` for each file,
-    `hand_over`, and then `wait` for the process's report."""
+    `hand_over`, `go`, and then `wait` for the process's report."""
 
     def __init__(self) -> None:
         self.memory = Memory(os.memfd_create("finetune-checkpoint"))
         self.storages = Storages(self.memory)  # those of the live weights, in the current save
         self.learned = Learned()
+        self.early: str | None = None  # what cannot be copied, and why
         self.folder: Path | None = None  # the folder that the ranks are writing to
         self.outer: Path | None = None  # exists until the most recent checkpoint is in place
         self.copies: list[Copy] = []
         self.reports: list[Report] = []  # on the current job
         self.commits = False  # whether this process renames the checkpoint into place
+        self.message: tuple[Any, ...] = ()  # what it is sent for the current job
         self.start()
 
     def start(self) -> None:
@@ -81,8 +84,13 @@ class Writer:
         try:
             pickled = copied(content, Storages(self.memory, self.storages))
         except OtherDeviceError:
+            self.early = f"{Path(path).name}: it has tensors of a class of their own on a GPU. Use a plain --optim."
             return False
         if b"__main__" in pickled:
+            self.early = (
+                f"{Path(path).name}: it has objects whose class is in the script itself, which the process that writes "
+                "cannot import. Move the class to a module."
+            )
             return False
         self.copies.append(Copy(str(Path(path).relative_to(self.folder)), pickled, is_zip=is_zip))
         return True
@@ -90,7 +98,7 @@ class Writer:
     def keep_model(
         self,
         weights: dict[str, torch.Tensor],
-        settings: Callable[[], bytes | None],
+        settings: Callable[[], bytes],
         is_live: bool,
         write: Callable[[Path], None],
     ) -> None:
@@ -99,11 +107,13 @@ class Writer:
         not change before the save is handed over."""
         assert self.folder is not None
         assert self.outer is not None
-        known = self.learned.of(weights, settings())
+        known = self.learned.of(weights, self._pickled(settings))
         if known is None:
             alone = self.outer / "model"  # other ranks already write into the folder
             write(alone)
-            self.learned.look(alone, weights, settings())  # transformers has completed the config
+            # By now transformers has completed the config.
+            if why := self.learned.look(alone, weights, self._pickled(settings)):
+                self.early = f"the model: {why}."
             for path in alone.iterdir():
                 path.rename(self.folder / path.name)
             alone.rmdir()
@@ -112,6 +122,16 @@ class Writer:
         saved = {name: weights[name] for name in known.names}
         places = shared_weights(saved, self.storages) if is_live else copied_weights(saved.items(), self.memory)
         self.copies.append(Copy(known.file, places, known.metadata))
+
+    def _pickled(self, settings: Callable[[], bytes]) -> bytes | None:
+        try:
+            return settings()
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            self.early = (
+                f"the model: its config or the training arguments cannot be pickled ({first_line(error)}). Define "
+                "their classes and functions at the top level of a module."
+            )
+            return None
 
     def keep_weights(self, path: Path, weights: Iterable[tuple[str, torch.Tensor]], metadata: dict[str, str]) -> None:
         """Copy what safetensors would write to `path`, a file of the checkpoint that is being saved."""
@@ -122,7 +142,12 @@ class Writer:
         self.folder, self.commits, self.storages = None, job.keeper is not None, Storages(self.memory)
         words = bytearray(pickle.dumps(replace(job, copies=tuple(self.copies))))
         place = self.memory.put(torch.frombuffer(words, dtype=torch.uint8))  # too large for a pipe's buffer
-        self.connection.send((place, len(words), self.memory.segments))
+        self.message = place, len(words), tuple(self.memory.segments)
+
+    def go(self) -> None:
+        """Let the process begin what was handed over. If it has died, `look` says so."""
+        with suppress(OSError):
+            self.connection.send(self.message)
 
     def look(self) -> str | None:
         """The error of the checkpoint in progress, if any. Does not wait."""

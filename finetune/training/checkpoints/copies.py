@@ -6,22 +6,29 @@ because allocating its pages costs more than filling them (828 MB: 0.8 s the fir
 
 from __future__ import annotations
 
+import ctypes
 import io
 import mmap
 import os
 import pickle
+import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
+from finetune.host.hardware import cores_here
+
 SEGMENT_BYTES = 64 * 2**20
-ALIGNMENT, WORD = 64, 8
+ALIGNMENT = 64
+PIECE_BYTES = 4 * 2**20  # that a thread copies at a time
+THREADS = 8  # more are not faster: memory is the limit
 MOSTLY = 0.9  # of a flat storage of weights; the rest is padding
 
 Segment = tuple[int, int]  # offset in the memory, size in bytes
 Place = tuple[int, int]  # of a block of bytes: index of the segment, offset in it
+Piece = tuple[int, int, int]  # addresses of target and source, and bytes
 
 
 class Memory:
@@ -50,18 +57,23 @@ class Memory:
 
     def put(self, content: torch.Tensor) -> Place:
         """Copy a flat tensor of bytes from any device. Raises OSError when memory runs out."""
-        number, begin = self._room(content.numel())
-        target = self.maps[number][begin : begin + content.numel()]
-        if (content.numel() | content.storage_offset()) % WORD == 0:  # torch starts a thread for so many elements
-            target, content = target.view(torch.int64), content.view(torch.int64)
-        target.copy_(content)
-        return number, begin
+        number, begin = place = self.room(content.numel())
+        if content.device.type == "cpu":
+            _copy(_pieces(self.address(place), content.data_ptr(), content.numel()))
+        else:
+            self.maps[number][begin : begin + content.numel()].copy_(content)
+        return place
+
+    def address(self, place: Place) -> int:
+        number, begin = place
+        return int(self.maps[number].data_ptr()) + begin
 
     def at(self, place: Place, size: int) -> torch.Tensor:
         number, begin = place
         return self.maps[number][begin : begin + size]
 
-    def _room(self, size: int) -> Place:
+    def room(self, size: int) -> Place:
+        """Reserve memory for so many bytes. Raises OSError."""
         for number, (_, whole) in enumerate(self.segments):
             begin = -(-self.used[number] // ALIGNMENT) * ALIGNMENT
             if begin + size <= whole:
@@ -75,18 +87,51 @@ class Memory:
 
 
 class Storages:
-    """Copies each storage once. It keeps references, so that no address is reused meanwhile."""
+    """Copies each storage once. It keeps references, so that no address is reused meanwhile. Those on the CPU are
+    copied by `copy`."""
 
     def __init__(self, memory: Memory, before: Storages | None = None) -> None:
         self.memory = memory
+        self.pieces: list[Piece] = []  # still to be copied
         self.stored: dict[int, tuple[torch.UntypedStorage, Place]] = {} if before is None else dict(before.stored)
 
     def put(self, storage: torch.UntypedStorage) -> Place:
         address, size = storage.data_ptr(), storage.nbytes()
         if address not in self.stored or self.stored[address][0].nbytes() != size:
-            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            self.stored[address] = (storage, self.memory.put(flat))
+            if storage.device.type == "cpu":
+                place = self.memory.room(size)
+                self.pieces += _pieces(self.memory.address(place), address, size)
+            else:
+                place = self.memory.put(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+            self.stored[address] = (storage, place)
         return self.stored[address][1]
+
+    def copy(self) -> None:
+        _copy(self.pieces)
+        self.pieces = []
+
+
+def _pieces(target: int, source: int, size: int) -> list[Piece]:
+    cuts = range(0, size, PIECE_BYTES)
+    return [(target + cut, source + cut, min(PIECE_BYTES, size - cut)) for cut in cuts]
+
+
+def _copy(pieces: list[Piece]) -> None:
+    """Copy within this process's memory. On one thread, torch's `copy_` takes 60 ms of processor time for 314 MiB in
+    300 tensors, and this takes 47 (torch 2.13). With launchers that set OMP_NUM_THREADS to 1, torch has but one thread;
+    meanwhile ranks wait for one another, and leave cores that are free."""
+    left = iter(pieces)
+
+    def work() -> None:
+        for piece in left:
+            ctypes.memmove(*piece)  # without Python's lock
+
+    others = [threading.Thread(target=work) for _ in range(min(cores_here(), len(pieces), THREADS) - 1)]
+    for thread in others:
+        thread.start()
+    work()
+    for thread in others:
+        thread.join()
 
 
 class OtherDeviceError(Exception):
@@ -157,6 +202,7 @@ def copied(content: Any, storages: Storages) -> bytes:
     """A pickle for `restored`; its tensors are in the memory. May raise OtherDeviceError."""
     file = io.BytesIO()
     _Copier(file, storages).dump(content)
+    storages.copy()
     return file.getvalue()
 
 
@@ -189,6 +235,7 @@ def shared_weights(weights: dict[str, torch.Tensor], storages: Storages) -> dict
             found[name] = (place, size, weight.dtype, tuple(weight.shape))
         else:
             found |= copied_weights([(name, weight)], storages.memory)
+    storages.copy()
     return found
 
 

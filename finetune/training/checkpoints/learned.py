@@ -33,19 +33,25 @@ class Learned:
         """The form, or None if the shapes or settings are not those that `look` saw."""
         return self.form if (_shapes(weights), settings) == self.seen else None
 
-    def look(self, folder: Path, weights: dict[str, torch.Tensor], settings: bytes | None) -> None:
-        """`folder` holds the model and nothing else; its other files depend on `settings` alone, if these are known."""
+    def look(self, folder: Path, weights: dict[str, torch.Tensor], settings: bytes | None) -> str | None:
+        """`folder` holds the model and nothing else; its other files depend on `settings` alone. Returns why there is
+        no form, if `settings` are known."""
         self.seen, self.form = (_shapes(weights), settings), None
         files, every = sorted(folder.glob("*.safetensors")), list(folder.iterdir())
-        if settings is None or not weights or len(files) != 1 or not all(path.is_file() for path in every):
-            return  # sharded, without weights, or several models
+        if settings is None:
+            return None
+        if not weights or len(files) != 1:
+            return f"it is saved in {len(files)} weights files"
+        if not all(path.is_file() for path in every):
+            return "it is saved with other models"
         others = {path.name: path.read_bytes() for path in every if path != files[0]}
         with safe_open(files[0], framework="pt") as file:
             names = tuple(file.keys())
             for name in names:
                 if name not in weights or not _are_same(file.get_tensor(name), weights[name]):
-                    return  # an adapter (its names are changed), or a model whose weights are converted
+                    return "its file has other names or values than the memory (an adapter, or converted weights)"
             self.form = Form(files[0].name, names, dict(file.metadata() or {}), others)
+        return None
 
 
 def _shapes(weights: dict[str, torch.Tensor]) -> Shapes:

@@ -113,12 +113,13 @@ class SavesBeside(TrainerCallback):
         if asked == "off" or self.writer is not None:
             return
         size = self.saves.expected_bytes()
-        why = next((words for words in every(obstacle(self.saves, size)) if words), None)
+        copied = self.saves.saved.copied_bytes(size)
+        why = next((words for words in every(obstacle(self.saves, copied)) if words), None)
         if why is None and (asked == "on" or size >= WORTH_BYTES):
             together(self._start)
             self._say(
-                f"checkpoints are written while training continues (--async_save {asked}): a copy of about "
-                f"{size / 2**20:,.0f} MiB, all ranks together, stays in host memory"
+                f"checkpoints are written while training continues (--async_save {asked}): a copy stays in host "
+                f"memory, about {copied / 2**20:,.0f} MiB where it is largest"
             )
         elif why is not None and (asked == "on" or size >= WORTH_BYTES):
             self._say(f"note: --async_save {asked}: saves stay synchronous, because {why}.")
@@ -148,6 +149,13 @@ class SavesBeside(TrainerCallback):
             limit, best = trainer.args.save_total_limit, state.best_model_checkpoint
             job = replace(job, keeper=self.saves.keeper, limit=limit, best=best)
         self.writer.hand_over(job)
+
+    def go(self) -> None:
+        assert self.writer is not None
+        self.writer.go()
+        if self.writer.early and "early" not in self.said:
+            self.said.add("early")
+            self._say(f"note: --async_save: training waits while a save writes {self.writer.early} This is said once.")
 
     def finish(self, because: str = "") -> None:
         """Wait until the checkpoint in progress is in place. Raises RunError on all ranks if one could not write."""
@@ -212,9 +220,9 @@ class SavesBeside(TrainerCallback):
             print(words, flush=True)
 
 
-def obstacle(saves: Saves, size: int) -> str | None:
-    """Why checkpoints of `size` bytes cannot be written while training continues, or None. All ranks must call it."""
-    args, needed = saves.trainer.args, saves.saved.copied_bytes(size)
+def obstacle(saves: Saves, needed: int) -> str | None:
+    """Why checkpoints of which a host copies `needed` bytes cannot be written while training continues, or None."""
+    args = saves.trainer.args
     if not hasattr(os, "memfd_create"):
         return "this system has no memfd_create to hold the copies (Linux has)"
     if args.save_on_each_node:

@@ -11,6 +11,7 @@ import psutil
 
 from finetune.errors import RunError
 from finetune.host.hardware import memory_granted
+from finetune.run.output_dir import how_to_go_on
 from finetune.training.checkpoints.writing import by_first
 
 FP32_BYTES = 4
@@ -30,12 +31,10 @@ def trainer_bytes(trainer: Any, zero_stage: int | None) -> int:
     DeepSpeed's optimizer shards hold an fp32 copy of the trained weights (deepspeed 0.19.8, runtime/engine.py,
     save_checkpoint; zero/stage3.py and stage_1_and_2.py, state_dict). Under ZeRO-3 no second copy is written.
     """
-    parameters = [(getattr(p, "ds_numel", p.numel()), p) for p in trainer.model.parameters()]
-    saves_all = not hasattr(trainer.model, "peft_config")  # adapters are saved alone
-    weights = sum(count * p.element_size() for count, p in parameters if saves_all or p.requires_grad)
+    weights = _weights_bytes(trainer)
     if trainer.args.save_only_model:
         return int(MARGIN * weights) + OTHER_BYTES
-    trained = sum(count for count, p in parameters if p.requires_grad)
+    trained = sum(getattr(p, "ds_numel", p.numel()) for p in trainer.model.parameters() if p.requires_grad)
     states = trained * states_bytes(str(trainer.args.optim), "momentum" in str(trainer.args.optim_args or ""))
     if zero_stage is not None:
         states += trained * FP32_BYTES
@@ -45,15 +44,25 @@ def trainer_bytes(trainer: Any, zero_stage: int | None) -> int:
     return int(MARGIN * (weights + states)) + OTHER_BYTES
 
 
-def copied_bytes(trainer: Any, size: int) -> int:
-    """Of a checkpoint of `size` bytes, about how many the ranks of the busiest host copy. With DeepSpeed or FSDP each
-    rank copies its part, and rank 0 also the weights; otherwise rank 0 copies everything."""
+def _weights_bytes(trainer: Any) -> int:
+    saves_all = not hasattr(trainer.model, "peft_config")  # adapters are saved alone
+    saved = [p for p in trainer.model.parameters() if saves_all or p.requires_grad]
+    return sum(int(getattr(p, "ds_numel", p.numel())) * p.element_size() for p in saved)
+
+
+def copied_bytes(trainer: Any, size: int, zero_stage: int | None) -> int:
+    """Of a checkpoint of `size` bytes, about how many the ranks of the busiest host copy: rank 0 the weights, once even
+    if two files need them, and each rank its part of DeepSpeed's optimizer states. Without DeepSpeed rank 0 copies all,
+    but FSDP writes its own files at once."""
+    weights = min(size, _weights_bytes(trainer))
+    if trainer.is_fsdp_enabled:
+        return weights
+    if zero_stage is None or trainer.args.save_only_model:
+        return size
     ranks = int(trainer.args.world_size)
     hosts = max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-    if hosts == 1 or not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):
-        return size
-    counts = [(getattr(p, "ds_numel", p.numel()), p.element_size()) for p in trainer.model.parameters()]
-    return min(size, size // hosts + int(sum(count * width for count, width in counts)))
+    states = max(0, size - (weights if zero_stage == 3 else 2 * weights))
+    return weights + states // hosts
 
 
 def free_memory() -> int:
@@ -97,5 +106,5 @@ def _check(run_folder: Path, needed: int, when: str) -> None:
         f"{when}: a checkpoint needs about {needed / 2**20:,.0f} MiB, but the disk of {run_folder} has "
         f"{free / 2**20:,.0f} MiB free. Nothing was written, and earlier checkpoints are whole. Make room, keep "
         "fewer with --save_total_limit, save without the optimizer with --save_only_model True, or give another "
-        "--output_dir; then --resume auto."
+        f"--output_dir; then {how_to_go_on(run_folder)}."
     )

@@ -25,7 +25,7 @@ class TrainerSaved:
         return trainer_bytes(self.trainer, self.layout.zero_stage)
 
     def copied_bytes(self, size: int) -> int:
-        return copied_bytes(self.trainer, size)
+        return copied_bytes(self.trainer, size, self.layout.zero_stage)
 
     def obstacle(self) -> str | None:
         if self.trainer.is_deepspeed_enabled:

@@ -19,6 +19,7 @@ from torch import distributed
 
 from finetune.errors import FinetuneError, RunError, first_line
 from finetune.run.files import DELETING, IDENTITY, REPLACED, UNFINISHED
+from finetune.run.output_dir import how_to_go_on
 from finetune.training.checkpoints.identity import Identity
 from finetune.training.checkpoints.manifest import (
     FileRecord,
@@ -66,7 +67,7 @@ def explained(place: Path) -> Iterator[None]:
             raise
         raise RunError(
             f"{place} could not be saved: {first_line(error)}. Earlier checkpoints are whole. Fix that, then "
-            "--resume auto."
+            f"{how_to_go_on(place.parent)}."
         ) from error
 
 
@@ -77,7 +78,7 @@ def record_on_disk(folder: Path, name: str, size: int, rank: int) -> FileRecord:
         raise RunError(
             f"{folder / name}: rank 0 sees {size:,} bytes, but rank {rank} reads {record.bytes:,}. Something "
             "else writes there, or the hosts do not see the same disk. Earlier checkpoints are whole; fix that, "
-            "then --resume auto."
+            f"then {how_to_go_on(folder.parent.parent)}."
         )
     return record
 
@@ -102,8 +103,8 @@ def commit(place: Path, about: About | None, records: dict[str, FileRecord]) -> 
 
 
 def write_identity(folder: Path, identity: Identity) -> FileRecord:
-    """Write run.json into a checkpoint, durably."""
-    write_durably(folder / IDENTITY, json.dumps(identity.as_json(), indent=1) + "\n")
+    """Write run.json into an unfinished checkpoint, and flush it to disk; `commit` flushes the folder."""
+    _write_flushed(folder / IDENTITY, json.dumps(identity.as_json(), indent=1) + "\n")
     return record_of(folder / IDENTITY)
 
 
@@ -156,12 +157,16 @@ def point_to(place: Path) -> None:
 def write_durably(path: Path, text: str) -> None:
     """Write a file atomically, and flush it to disk."""
     temporary = path.with_name(path.name + ".unfinished")
-    with temporary.open("w", encoding="utf-8") as file:
+    _write_flushed(temporary, text)
+    temporary.replace(path)
+    flush(path.parent)
+
+
+def _write_flushed(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(path)
-    flush(path.parent)
 
 
 def delete(folder: Path) -> None:
