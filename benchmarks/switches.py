@@ -39,12 +39,15 @@ ENVIRONMENTS = {  # any setting of glibc's malloc switches ours off; this one is
     "huge pages": {"THP_MEM_ALLOC_ENABLE": "0"},
 }
 SHORT_ROUNDS = 4  # of each process of the layout `memory`
+OURS = {"find_unused_parameters": True, "gradient_as_bucket_view": True}  # the first is the Trainer's for any model
 OPTIONS: dict[str, dict[str, Any]] = {
-    SHIPPED: {"find_unused_parameters": True},  # the Trainer's choice for every pretrained model
-    "find_unused_parameters=False": {},
-    "find_unused_parameters=False, gradient_as_bucket_view=True": {"gradient_as_bucket_view": True},
-    "find_unused_parameters=False, bucket_cap_mb=100": {"bucket_cap_mb": 100},
-    "static_graph=True, gradient_as_bucket_view=True": {"static_graph": True, "gradient_as_bucket_view": True},
+    SHIPPED: OURS,
+    "gradient_as_bucket_view=False": {**OURS, "gradient_as_bucket_view": False},
+    "find_unused_parameters=False": {**OURS, "find_unused_parameters": False},
+    "static_graph=True": {**OURS, "find_unused_parameters": False, "static_graph": True},
+    "broadcast_buffers=False": {**OURS, "broadcast_buffers": False},
+    "bucket_cap_mb=100": {**OURS, "bucket_cap_mb": 100},
+    "gradients sent in bf16": {**OURS, "hook": True},
 }
 
 
@@ -134,6 +137,7 @@ def options(rounds: int, result: Path, half: bool) -> None:
     """Steps of the recipe's model under DistributedDataParallel with each of OPTIONS."""
     import torch
     from torch import distributed, nn
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
     from transformers import AutoModelForSequenceClassification
 
     from finetune.models import short_attention
@@ -150,7 +154,11 @@ def options(rounds: int, result: Path, half: bool) -> None:
         model = AutoModelForSequenceClassification.from_pretrained(minilm(), num_labels=2, dtype=torch.float32).train()
         model.set_attn_implementation(short_attention.NAME if half else "sdpa")
         use_fast_dropout(model)
-        wrapped = nn.parallel.DistributedDataParallel(model, **chosen)
+        settings = dict(chosen)
+        hook = settings.pop("hook", False)
+        wrapped = nn.parallel.DistributedDataParallel(model, **settings)
+        if hook:
+            wrapped.register_comm_hook(None, bf16_compress_hook)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
         def step() -> None:

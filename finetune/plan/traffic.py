@@ -115,7 +115,7 @@ class Network:
     # Whole weights on every rank
 
     def whole(self) -> Traffic:
-        """DDP copies gradients into buckets and back, and reduces them during the backward pass, in a step's last
+        """DDP copies gradients into buckets, and reduces them there during the backward pass, in a step's last
         micro-batch (Trainer: `no_sync`). ZeRO-0 flattens, reduces, and splits them after it (engine.py,
         buffered_allreduce_fallback)."""
         if self.ranks < 2 or not self.gradients:
@@ -124,7 +124,7 @@ class Network:
             step = self.sent(all_reduce, self.gradients, 1) + self.copied(6 * self.gradients, 2 * self.count)
             return Traffic(backward=self.added(), step=step)
         boundary = self.sent(all_reduce, self.gradients, math.ceil(self.gradients / DDP_BUCKET_BYTES))
-        boundary += self.copied(4 * self.gradients, 2 * self.count, DDP_PARAMETER * self.count)
+        boundary += self.copied(2 * self.gradients, self.count, DDP_PARAMETER * self.count)
         return Traffic(backward=self.added(), boundary=boundary, overlaps=self.is_overlapping(True))
 
     def zero12(self) -> Traffic:

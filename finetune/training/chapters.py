@@ -75,8 +75,7 @@ def trainer_of(
     shard it while it is built."""
     identity = settle_identity(session, model.config, data) if session.training.do_train else None
     _settle_attention(session, model)
-    if session.training.device.type == "cpu" and draws_slowly():
-        use_fast_dropout(model)
+    _settle_dropout(session, model)
     train, collator, sources = data.splits.get("train"), data.collator, None
     # A teacher's divergence is part of the loss, and Liger's fused loss gives no losses of tokens.
     if isinstance(train, Joined) and teacher is None and not session.training.use_liger_kernel:
@@ -114,6 +113,11 @@ def _settle_attention(session: Session, model: Any) -> None:
         session.say(f"attention: without SDPA up to {SHORT_TOKENS} tokens or with dropout: faster in bf16 on a CPU")
 
 
+def _settle_dropout(session: Session, model: Any) -> None:
+    if session.training.device.type == "cpu" and draws_slowly():
+        use_fast_dropout(model)
+
+
 def pipeline_of(
     session: Session,
     model: PipelineModel,
@@ -135,7 +139,7 @@ def pipeline_of(
     )
     session.say(*describe(parts))
     identity = settle_identity(session, model.config, data)
-    return PipelineTrainer(
+    trainer = PipelineTrainer(
         model,
         parts,
         args=session.training,
@@ -156,6 +160,8 @@ def pipeline_of(
         guards=session[GuardArguments],
         identity=identity,
     )
+    _settle_dropout(session, trainer.engine.module)
+    return trainer
 
 
 def _callbacks(session: Session, own: Sequence[TrainerCallback]) -> list[TrainerCallback]:

@@ -76,6 +76,8 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         self.data_files, self.began = UnchangedFiles(()), 0.0
         self.progress: Callable[[], None] = lambda: None  # called when a batch is done
         settle_fsdp(self)
+        # As views of DDP's buckets, gradients are not kept twice and not copied back (torch 2.13, reducer.cpp).
+        self.accelerator.ddp_handler.gradient_as_bucket_view = True
         check_push(self.args)
         if super().compute_loss.__func__ is Trainer.compute_loss:  # TRL's trainers have their own losses
             settle_trainer(self)

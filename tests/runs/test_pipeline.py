@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LAUNCHERS, REPO, Finished, flags, gate_has, launch
+from conftest import LAUNCHERS, REPO, Finished, flags, gate_has, launch, run_to_its_end
 from living import living
 from safetensors.torch import load_file
 from test_async_saves import HELD_UP, content
@@ -257,6 +257,16 @@ def test_bf16_is_near_fp32(fifty_steps: Finished, tmp_path: Path) -> None:
     assert run.column("loss") == pytest.approx(fifty_steps.column("loss"), rel=3e-2)
     assert run.column("grad_norm")[:10] == pytest.approx(fifty_steps.column("grad_norm")[:10], rel=5e-2)
     assert {tensor.dtype for tensor in weights(run.folder).values()} == {torch.float32}
+
+
+def test_layers_draw_their_masks_themselves_where_torch_is_slow(tmp_path: Path) -> None:
+    """Of 4 blocks with two residual branches each, and of the embeddings, in 2 micro-batches. Attention keeps SDPA."""
+    values = {"config_overrides": f"{SHAPE},dropout=0.25", "max_steps": 1, "output_dir": tmp_path / "run"}
+    words = flags(settings(values, stages=1, pipelines=1, accumulation=2))
+    command = [sys.executable, "tests/runs/slow_draws.py", PIPELINE, *words]
+    status, output = run_to_its_end(command, {"HF_HUB_OFFLINE": "1"})
+    assert status == 0, output[-4000:]
+    assert output.count("mask: 0.25") == 2 * (2 * 4 + 1)
 
 
 SAVED = {

@@ -129,11 +129,16 @@ class Plain(Resident):
         if self.has_masters:
             ledger.take(MASTERS, self.weights.trained_elements * FP32_BYTES)
         self.hold_states(ledger, [tensor.shape for tensor in self.weights.trained])
-        if self.buckets:  # DDP keeps them beside the gradients (torch/csrc/distributed/c10d/reducer.cpp)
+        if self.buckets:  # DDP keeps them between steps (torch/csrc/distributed/c10d/reducer.cpp)
             ledger.take(BUCKETS, self.weights.trained_elements * self.size)
 
     def gradient(self, ledger: Ledger, name: str) -> None:
-        self.keep(ledger, name)
+        if self.buckets and self.is_boundary:
+            # Copied into its bucket, of which `grad` then is a view (reducer.cpp, mark_variable_ready_dense).
+            ledger.give(TEMPORARY, self.gradient_bytes(name))
+            self.drop(ledger, name)
+        else:
+            self.keep(ledger, name)
 
     def end(self, ledger: Ledger) -> None:
         if self.is_engine and self.is_boundary and self.ranks > 1:
@@ -146,5 +151,5 @@ class Plain(Resident):
         if self.has_masters:
             ledger.take(GRADIENTS, self.weights.trained_elements * FP32_BYTES, "fp32 gradients")
         ledger.passing(TEMPORARY, self.optimizer.step_bytes([t.elements for t in self.weights.trained]), "optimizer")
-        ledger.give(GRADIENTS, ledger.live.get(GRADIENTS, 0))
+        ledger.give(GRADIENTS, ledger.live.setdefault(GRADIENTS, 0))
         self.kept.clear()

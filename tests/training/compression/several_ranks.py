@@ -80,8 +80,8 @@ def _fresh(hook: str) -> tuple[torch.nn.Module, DistributedDataParallel, torch.o
     optimizer_class = OneBitAdam if hook == "onebit_adam" else torch.optim.AdamW
     optimizer = optimizer_class(model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
     # Buckets of a layer each, laid out anew after the first step where unused parameters are not looked for.
-    finds = hook == "powersgd"
-    return model, DistributedDataParallel(model, bucket_cap_mb=0.03, find_unused_parameters=finds), optimizer
+    layout = {"bucket_cap_mb": 0.03, "find_unused_parameters": hook == "powersgd", "gradient_as_bucket_view": True}
+    return model, DistributedDataParallel(model, **layout), optimizer
 
 
 def _compression(hook: str, wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> Compression | None:
