@@ -10,24 +10,26 @@ from finetune.plan.families.parts import IMAGES, SEQ2SEQ
 from finetune.plan.forward.parts import Batch, terms
 
 ROWS = (2, 3)  # with only one row, some operators copy nothing
-TOKENS = (32, 64, 96)
+UNIT = 32  # tokens; state-space layers compute whole chunks, of as many as their config says
+TOKENS, FAR = (2, 3, 4), 32  # units; what is fitted is tried far from there
 TARGETS = (48, 80, 112)  # tokens of a decoder behind an encoder
 
 
 @cache
-def points(head: str) -> tuple[Batch, ...]:
+def points(head: str, unit: int = UNIT) -> tuple[Batch, ...]:
     """As many batches as a size has terms, such that these are independent."""
-    texts: list[tuple[int, int | None]] = [(tokens, None) for tokens in (TOKENS[:1] if head == IMAGES else TOKENS)]
+    lengths = [unit * many for many in TOKENS]
+    texts: list[tuple[int, int | None]] = [(tokens, None) for tokens in (lengths[:1] if head == IMAGES else lengths)]
     if head == SEQ2SEQ:
-        (one, two, three), (first, second, third) = TOKENS, TARGETS
+        (one, two, three), (first, second, third) = lengths, TARGETS
         texts = [(one, first), (two, first), (three, first), (one, second), (one, third), (two, second)]
     return tuple(Batch(rows, tokens, targets=targets) for rows, (tokens, targets) in product(ROWS, texts))
 
 
 @cache
-def _inverse(head: str) -> list[list[Fraction]]:
+def _inverse(head: str, unit: int) -> list[list[Fraction]]:
     """The terms' at each point, by Gauss-Jordan elimination."""
-    batches = points(head)
+    batches = points(head, unit)
     rows = [[*map(Fraction, terms(head, at)), *(Fraction(at is one) for one in batches)] for at in batches]
     for i in range(len(rows)):
         at = next(j for j in range(i, len(rows)) if rows[j][i])
@@ -38,6 +40,12 @@ def _inverse(head: str) -> list[list[Fraction]]:
     return [row[len(rows) :] for row in rows]
 
 
-def fitted(found: list[int], head: str) -> list[float]:
+def far_point(head: str, unit: int, positions: int) -> Batch | None:
+    """A batch of longer texts than any of `points`, of at most so many tokens; None if there is none."""
+    tokens = min(FAR * unit, positions // unit * unit)
+    return None if head in (IMAGES, SEQ2SEQ) or tokens <= TOKENS[-1] * unit else Batch(ROWS[0], tokens)
+
+
+def fitted(found: list[int], head: str, unit: int = UNIT) -> list[float]:
     """The coefficients of `terms`, from the values at `points`."""
-    return [float(sum(x * y for x, y in zip(row, found, strict=True) if x)) for row in _inverse(head)]
+    return [float(sum(x * y for x, y in zip(row, found, strict=True) if x)) for row in _inverse(head, unit)]

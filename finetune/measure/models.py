@@ -6,48 +6,39 @@ import json
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
+import transformers
 
 import finetune.models.gptlite
 import finetune.models.mlp  # noqa: F401 - they register their models
 from finetune.models.adapters import with_adapter
-from finetune.plan.families.parts import CAUSAL, CLASSES, MASKED, SEQ2SEQ, SPANS, TAGS
-from finetune.plan.model import head_of_class
+from finetune.models.composite import class_for, freeze_unread
+from finetune.plan.families.parts import CLASSES, SPANS, TAGS
+from finetune.plan.model import HEADS, head_of_class
 from finetune.run.choose import recipes
 from finetune.run.flags.adapter import AdapterArguments
-
-AUTO = {
-    CAUSAL: AutoModelForCausalLM,
-    MASKED: AutoModelForMaskedLM,
-    CLASSES: AutoModelForSequenceClassification,
-    SEQ2SEQ: AutoModelForSeq2SeqLM,
-    TAGS: AutoModelForTokenClassification,
-    SPANS: AutoModelForQuestionAnswering,
-}
+from finetune.run.flags.groups import of_text
 
 
 def config_of(values: dict[str, Any]) -> Any:
-    settled = dict(values)
-    return AutoConfig.for_model(settled.pop("model_type"), **settled)
+    return transformers.AutoConfig.for_model(**values)
+
+
+def class_of(head: str, config: Any) -> Any:
+    """transformers' class for models of this kind with this head. Raises RequestError if there is none."""
+    names = (f"AutoModel{end}" for end, known in HEADS.items() if known == head)
+    return class_for(next(name for name in names if hasattr(transformers, name)), config)
 
 
 def build(values: dict[str, Any], head: str, attention: str, dtype: torch.dtype | None = None) -> Any:
     chosen = {} if dtype is None else {"dtype": dtype}
-    return AUTO[head].from_config(config_of(values), attn_implementation=attention, **chosen)
+    config = config_of(values)
+    return class_of(head, config).from_config(config, attn_implementation=attention, **chosen)
 
 
 def build_adapted(values: dict[str, Any], head: str, attention: str, adapter: str) -> tuple[Any, Any]:
     """The model without and with an adapter, if there is one: flags of AdapterArguments, as a JSON object."""
     if not adapter:
-        return (base := build(values, head, attention)), base
+        return (base := freeze_unread(build(values, head, attention))), base
     arguments = AdapterArguments(use_peft=True, **json.loads(adapter))
     base = build(values, head, attention, getattr(torch, arguments.dtype))
     task = next(one.task.adapter for one in recipes().values() if head_of_class(one.task.auto) == head)
@@ -66,7 +57,7 @@ def samples(
     after a part is another rank's. With `documents` it has two, whose positions begin at 0."""
     if config["model_type"] == "mlp":
         return {"inputs": torch.ones(config["width"]), "labels": torch.tensor(0)}
-    ids = torch.arange(tokens) % config["vocab_size"]
+    ids = torch.arange(tokens) % of_text(config.get)("vocab_size")
     if head == CLASSES:
         return {"input_ids": ids, "labels": torch.tensor(0)}
     if head == TAGS:

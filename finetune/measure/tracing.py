@@ -19,19 +19,29 @@ import torch
 import transformers
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune.measure.fitting import fitted, points
+from finetune.errors import RequestError
+from finetune.measure.fitting import UNIT, far_point, fitted, points
+from finetune.measure.models import class_of
 from finetune.measure.recording import Fused, Recording, place_of
 from finetune.models.adapters import heads_of
+from finetune.models.composite import unread
+from finetune.models.source import positions_of
 from finetune.plan.families.parts import CLASSES, IMAGES, SEQ2SEQ, SPANS, VECTORS
-from finetune.plan.forward.parts import Batch
-from finetune.plan.model import HEADS
-from finetune.plan.tracing import TRUSTS
+from finetune.plan.forward.parts import Batch, terms
+from finetune.plan.tracing import REFUSED, TRUSTS
 
+CHUNKS = ("chunk_size", "mamba_chunk_size")  # keys of configs of state-space layers
+STEPS = (
+    "its layers have more operators, or others, the longer a text is, as a loop over tokens has (state-space models "
+    "without their own kernels): their memory does not follow from that of short texts."
+)
 SHORT, LONG = 16, 1 << 20  # windows shorter and longer than any text here
 
 
 def layers_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """What gradient checkpointing recomputes, or else the model's longest list of modules, by name."""
+    """What gradient checkpointing recomputes, or else the model's longest list of modules, by name; those of towers
+    that no text reaches come last."""
+    aside = tuple(unread(model))
     found: dict[str, torch.nn.Module] = {}
     longest: dict[str, torch.nn.Module] = {}
     for name, module in model.named_modules():
@@ -40,7 +50,8 @@ def layers_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
             found[name] = module
         if isinstance(module, torch.nn.ModuleList) and len(module) > len(longest):
             longest = {f"{name}.{at}": one for at, one in enumerate(module)}
-    return found or longest
+    found = found or longest
+    return dict(sorted(found.items(), key=lambda one: any(name.startswith(f"{one[0]}.") for name in aside)))
 
 
 def batch_of(head: str, sizes: Batch, config: Any) -> dict[str, torch.Tensor]:
@@ -84,22 +95,21 @@ def record(model: torch.nn.Module, layers: Iterable[torch.nn.Module], head: str,
 def traced(config: dict[str, Any], head: str, attention: str) -> dict[str, Any]:
     """What a plan reads of a model. `attention`: "sdpa" or "eager"; the latter also if the model has no other. Raises
     whatever the model's modules raise without data."""
-    made = _config_of(config).get_text_config()
-    window = getattr(made, "sliding_window", None)
+    window = getattr(_config_of(config).get_text_config(), "sliding_window", None)
     if not window:
         return {**_traced(config, head, attention), "window": None, "beyond": None}
-    beyond = _traced({**config, "sliding_window": SHORT}, head, attention)["trace"]
-    return {**_traced({**config, "sliding_window": LONG}, head, attention), "window": window, "beyond": beyond}
+    beyond = _traced(config, head, attention, SHORT)["trace"]
+    return {**_traced(config, head, attention, LONG), "window": window, "beyond": beyond}
 
 
-def _traced(config: dict[str, Any], head: str, attention: str) -> dict[str, Any]:
+def _traced(config: dict[str, Any], head: str, attention: str, window: int | None = None) -> dict[str, Any]:
     """Without a key-value cache if possible: on the meta device, some models' masks need one."""
     failed: Exception | None = None
     for how, caches in ((attention, False), (attention, True), ("eager", False), ("eager", True)):
         try:
-            return _recorded(config, head, how, caches)
+            return _recorded(config, head, how, caches, window)
         except (RuntimeError, ValueError) as error:
-            failed = failed or error
+            failed = error  # the first may only say that it has no such attention
     assert failed is not None
     raise failed
 
@@ -119,14 +129,16 @@ def _built(made: Any, head: str, **how: Any) -> Any:
             return transformers.AutoModel.from_config(made, add_pooling_layer=False, **how)
         except TypeError:
             return transformers.AutoModel.from_config(made, **how)
-    ends = [end for end, known in HEADS.items() if known == head and hasattr(transformers, f"AutoModel{end}")]
-    return getattr(transformers, f"AutoModel{ends[0]}").from_config(made, **how)
+    return class_of(head, made).from_config(made, **how)
 
 
-def _recorded(config: dict[str, Any], head: str, attention: str, caches: bool) -> dict[str, Any]:
+def _recorded(config: dict[str, Any], head: str, attention: str, caches: bool, window: int | None) -> dict[str, Any]:
     made = _config_of(config)
-    if getattr(made.get_text_config(), "pad_token_id", 0) is None:
-        made.get_text_config().pad_token_id = 0  # classifiers of several texts ask for one
+    text = made.get_text_config()
+    if getattr(text, "pad_token_id", 0) is None:
+        text.pad_token_id = 0  # classifiers of several texts ask for one
+    if window:
+        text.sliding_window = window
     if head == SEQ2SEQ and getattr(made, "decoder_start_token_id", None) is None:
         made.decoder_start_token_id = 0
     how = {"trust_remote_code": True} if "auto_map" in config else {}
@@ -134,26 +146,38 @@ def _recorded(config: dict[str, Any], head: str, attention: str, caches: bool) -
         model = _built(made, head, dtype=torch.bfloat16, attn_implementation=attention, **how)
     model.config.use_cache = caches  # as the Trainer sets it; a part with a config of its own keeps its cache
     layers = layers_of(model.train())
-    runs = [record(model, layers.values(), head, sizes) for sizes in points(head)]
+    unit = next((size for name in CHUNKS if isinstance(size := getattr(text, name, None), int)), UNIT)
+    runs, far = list[Recording](), far_point(head, unit, positions_of(made))
+    for batch in (*points(head, unit), *([far] if far else [])):
+        runs.append(record(model, layers.values(), head, batch))
+        if len({(len(run.facts), *(one["name"] for one in run.ops)) for run in (runs[0], runs[-1])}) > 1:
+            raise RequestError(STEPS)
+    tried = runs.pop().facts if far else []
     first = runs[0]
-    if len({(len(run.facts), tuple(one["name"] for one in run.ops)) for run in runs}) > 1:
-        raise ValueError("its operators differ between input lengths")
+    sizes = [fitted([run.facts[at][0] for run in runs], head, unit) for at in range(len(first.facts))]
+    if far and any(_at(size, head, far) != one[0] for size, one in zip(sizes, tried, strict=True)):
+        raise RequestError(STEPS)
     trace = {
-        "values": [[fitted([run.facts[at][0] for run in runs], head), *one[1:]] for at, one in enumerate(first.facts)],
-        "ops": [{**op, "gemms": _gemms([run.ops[at]["gemms"] for run in runs], head)}
+        "values": [[size, *one[1:]] for size, one in zip(sizes, first.facts, strict=True)],
+        "ops": [{**op, "gemms": _gemms([run.ops[at]["gemms"] for run in runs], head, unit)}
                 for at, op in enumerate(first.ops)],
         "last": first.last,
         "kept": first.kept,
         "result": first.result,
     }  # fmt: skip
-    return {"trace": trace, "layers": len(layers), **_facts(model, layers)}
+    return {"trace": trace, "layers": first.segment // 2, **_facts(model, layers)}
 
 
 def _facts(model: Any, layers: Iterable[str]) -> dict[str, Any]:
-    text = model.config.get_text_config()
+    text, frozen = model.config.get_text_config(), unread(model)
     return {
         "tensors": [
-            [name, list(one.shape), next((at for at, layer in enumerate(layers) if name.startswith(f"{layer}.")), None)]
+            [
+                name,
+                list(one.shape),
+                next((at for at, layer in enumerate(layers) if name.startswith(f"{layer}.")), None),
+                *([False] if name in frozen else []),
+            ]
             for name, one in model.named_parameters()
         ],
         "buffers": [[name, list(one.shape), one.element_size()] for name, one in model.named_buffers()],
@@ -163,14 +187,21 @@ def _facts(model: Any, layers: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def _gemms(runs: list[list[list[int]]], head: str) -> list[list[list[float]]]:
-    return [[fitted([run[at][side] for run in runs], head) for side in range(4)] for at in range(len(runs[0]))]
+def _at(size: list[float], head: str, batch: Batch) -> int:
+    return round(sum(one * term for one, term in zip(size, terms(head, batch), strict=True)))
+
+
+def _gemms(runs: list[list[list[int]]], head: str, unit: int) -> list[list[list[float]]]:
+    return [[fitted([run[at][side] for run in runs], head, unit) for side in range(4)] for at in range(len(runs[0]))]
 
 
 def main(write: Callable[[str], object] = print) -> int:
     config, head, attention, out = sys.argv[1:]
     try:
         found = traced(json.loads(Path(config).read_text()), head, attention)
+    except RequestError as error:
+        write(str(error))
+        return REFUSED
     except Exception as error:  # without data, an architecture's modules can raise anything
         write(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
         return 1

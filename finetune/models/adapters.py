@@ -14,6 +14,7 @@ import transformers
 from torch import nn
 
 from finetune.errors import RequestError, first_line, plain
+from finetune.models.composite import freeze_unread, unread
 from finetune.models.experts import mixture_of
 from finetune.models.source import OF_LABELS, Kept, Named, from_pretrained, load_weights, with_labels
 from finetune.run.facts import base_dtype, left_to_adapter
@@ -127,14 +128,14 @@ def kept_as(run: Run, adapter: Path | None, bf16: bool) -> Kept:
 
 
 def with_adapter(model: Any, arguments: AdapterArguments, adapter: Path | None, task: str) -> Any:
-    """`model` with the adapter from a folder, or with a new one under --use_peft; else unchanged. `task` is peft's
-    TaskType. Raises RequestError."""
+    """`model` with the adapter from a folder, or with a new one under --use_peft; else itself, with what no text
+    reaches frozen. `task` is peft's TaskType. Raises RequestError."""
     if adapter is not None:
         model = _opened(model, adapter, arguments.use_peft)
     elif arguments.use_peft:
         model = _new(model, arguments, task)
     else:
-        return model
+        return freeze_unread(model)
     for config in model.peft_config.values():
         base = Path(config.base_model_name_or_path or "").expanduser()
         if config.base_model_name_or_path and base.is_dir():
@@ -198,9 +199,10 @@ def _new(model: Any, arguments: AdapterArguments, task: str) -> Any:
 
 def _unread(model: Any, task: str) -> list[str]:
     """Linear layers that no loss depends on: an adapter there would get no gradient, and DDP would fail."""
-    if task != "FEATURE_EXTRACTION":
-        return []
-    return [name for name, module in model.named_modules() if is_linear(module) and name.partition(".")[0] == POOLER]
+    aside = {name.rpartition(".")[0] for name in unread(model)}
+    poolers = (POOLER,) if task == "FEATURE_EXTRACTION" else ()
+    linear = (name for name, module in model.named_modules() if is_linear(module))
+    return [name for name in linear if name in aside or name.partition(".")[0] in poolers]
 
 
 def saved_modules(model: Any, arguments: AdapterArguments, task: str) -> list[str]:

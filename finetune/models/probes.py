@@ -34,21 +34,32 @@ def small_copy(model: Any, vocab_size: int, changes: Mapping[str, Any] | None = 
     config = copy.deepcopy(model.config)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
-    types = list(dict.fromkeys(getattr(config, "layer_types", None) or ["attention"]))
-    config.num_hidden_layers = len(types)
-    if getattr(config, "layer_types", None):
-        config.layer_types = types
-    config.vocab_size = vocab_size
-    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
-    config.use_cache = False
-    has_experts = any(getattr(config, name, None) for name in EXPERTS)
-    narrow = {name: value for name, value in NARROW.items() if has_experts and hasattr(config, name)}
+    text = shorten(config)
+    types = list(dict.fromkeys(getattr(text, "layer_types", None) or ["attention"]))
+    text.num_hidden_layers = len(types)
+    if getattr(text, "layer_types", None):
+        text.layer_types = types
+    text.vocab_size = vocab_size
+    text.pad_token_id = text.bos_token_id = text.eos_token_id = None
+    text.use_cache = False
+    has_experts = any(getattr(text, name, None) for name in EXPERTS)
+    narrow = {name: value for name, value in NARROW.items() if has_experts and hasattr(text, name)}
     for name, value in {**narrow, **(changes or {})}.items():
-        setattr(config, name, value)
+        setattr(text, name, value)
     if config._attn_implementation not in ("eager", "sdpa"):
         config._attn_implementation = "eager"  # the others do not run on CPU
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         return type(model)(config).eval()
+
+
+def shorten(config: Any) -> Any:
+    """One layer in each part of a model's `config`; returns the config of its text part."""
+    text = config.get_text_config()
+    for part in (text, *(getattr(config, name, None) for name in config.sub_configs)):
+        for name in ("num_hidden_layers", "depth"):
+            if hasattr(part, name):
+                setattr(part, name, 1)
+    return text
 
 
 def tried(model: Any, probe: Callable[..., str | None], *more: Any, failed: str = "could not be checked") -> str | None:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, Pretrain
 
 from finetune.data.hub import hub_is_reachable
 from finetune.errors import RequestError, first_line, listed, plain
+from finetune.models.composite import class_for
 from finetune.run import facts
 from finetune.run.decoders import recipe_for
 from finetune.run.files import ADAPTER_CONFIG, LABELS, SETTLED, without_base
@@ -26,7 +27,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 def positions_of(config: Any) -> int:
     """How many tokens the model can take."""
-    return facts.positions_of(lambda name: getattr(config, name, None))
+    return facts.positions_of(lambda name: getattr(config.get_text_config(), name, None))
 
 
 @dataclass(frozen=True)
@@ -202,12 +203,12 @@ def load_weights(
     has_new_head: bool = False,
     **chosen: Any,
 ) -> Any:
-    """Load a folder or hub id with `auto` (AutoModelForCausalLM), from safetensors only; with `has_new_head`, a head
-    that is missing or does not fit is initialized. Raises RequestError, naming `flag`, if weights are missing or do not
-    fit."""
+    """Load a folder or hub id with `auto` (AutoModelForCausalLM), or what stands in for it, from safetensors only; with
+    `has_new_head`, a head that is missing or does not fit is initialized. Raises RequestError, naming `flag`, if the
+    model is of another kind, or weights are missing or do not fit."""
     architectures = getattr(config, "architectures", None)
     try:
-        model, found = auto.from_pretrained(
+        model, found = class_for(auto.__name__, config).from_pretrained(
             name,
             config=config,
             revision=arguments.model_revision,
@@ -221,6 +222,8 @@ def load_weights(
         )
     except torch.OutOfMemoryError:
         raise
+    except RequestError as error:
+        raise RequestError(f"--{flag} {name}: {error}") from error
     except (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         raise RequestError(
             f"--{flag} {name}: its weights cannot be loaded ({plain(first_line(error, 300))}). Get them "

@@ -166,7 +166,10 @@ def model_of(
         found, how = found_of(config, head, attention, where, code)
         if notes is not None and how:
             notes.append(how)
-        return _traced(found, head, sizes)
+        made = _traced(found, head, sizes)
+        if notes is not None and (aside := sum(one.elements for one in made.tensors if not one.trains)):
+            notes.append(f"{aside:,} parameters that no text reaches, such as a vision tower's, stay frozen")
+        return made
     return _written(FAMILIES[kind], head, sizes)
 
 
@@ -189,7 +192,7 @@ def _written(family: Family, head: str, sizes: Sizes) -> Model:
 
 
 def _traced(found: Mapping[str, Any], head: str, sizes: Sizes) -> Model:
-    tensors = tuple(Tensor(name, tuple(shape), layer) for name, shape, layer in found["tensors"])
+    tensors = tuple(Tensor(name, tuple(shape), *rest) for name, shape, *rest in found["tensors"])
     buffers = tuple(Buffer(name, tuple(shape), each) for name, shape, each in found["buffers"])
     beyond = _trace(found["beyond"]) if found["beyond"] else None
     return Model(
@@ -227,7 +230,7 @@ def with_lora(model: Model, lora: Lora) -> Model:
             tensors.append(replace(tensor, is_packed=False))
             continue
         tensors.append(replace(tensor, trains=False))
-        if part == "weight" and len(tensor.shape) == 2 and lora.adapts(module):
+        if part == "weight" and len(tensor.shape) == 2 and tensor.trains and lora.adapts(module):
             # GPT-2's Conv1D stores its weight transposed.
             is_turned = model.family == "gpt2"
             fan_out, fan_in = reversed(tensor.shape) if is_turned else tensor.shape

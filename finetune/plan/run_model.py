@@ -277,8 +277,9 @@ def _alike(config: Mapping[str, Any], where: str, params_per_layer: int, notes: 
     """The config of a Llama in place of an unknown family: of the same width and depth, with a feed-forward part as
     wide as `params_per_layer` asks for."""
     kind = config.get("model_type")
-    sizes = Sizes(dict(config), where)
-    hidden, heads = sizes("hidden_size", "n_embd", "d_model"), sizes("num_attention_heads", "n_head", "num_heads")
+    sizes = Sizes({**config, **(config.get("text_config") or {})}, where)
+    hidden = sizes("hidden_size", "n_embd", "d_model")
+    heads = sizes("num_attention_heads", "n_head", "num_heads", default=1)
     inner = (params_per_layer - 4 * hidden**2 - 2 * hidden) // (3 * hidden)
     if inner < 1:
         raise RequestError(

@@ -26,7 +26,8 @@ from finetune.run.environment import environment_of_child
 LISTS = ("auto_mappings.py", "configuration_auto.py")  # of transformers/models/auto: they list all model types
 LONGEST = 300  # seconds that tracing a model may take
 TRACING = "finetune.measure.tracing"  # it imports torch, and so is never imported here
-MADE_BY = ("tracing", "recording", "fitting")  # modules beside it
+MADE_BY = ("measure/tracing", "measure/recording", "measure/fitting", "measure/models", "models/composite")  # modules
+REFUSED = 2  # its exit status if what it says is a reason of ours
 TRUSTS = "trust_remote_code"  # what the user allows, beside the config; never what a config says
 NOT_SHAPES = ("auto_map", "_name_or_path", TRUSTS, "transformers_version", "torch_dtype", "dtype")
 
@@ -81,17 +82,18 @@ def _traced(config: dict[str, Any], head: str, attention: str, where: str) -> di
         except subprocess.TimeoutExpired as error:
             raise RequestError(f"{where}: its modules were not traced within {LONGEST} s.") from error
         if done.returncode or not out.is_file():
-            said = (done.stdout.strip() or done.stderr.strip()).splitlines()[-1:]
+            said = "".join((done.stdout.strip() or done.stderr.strip()).splitlines()[-1:])
+            if done.returncode == REFUSED:
+                raise RequestError(f"{where}: {said}")
             raise RequestError(
-                f"{where}: model_type is {config.get('model_type')!r}, and its "
-                f"modules cannot be traced: {''.join(said)[:200]}."
+                f"{where}: model_type is {config.get('model_type')!r}, and its modules cannot be traced: {said[:200]}."
             )
         return dict(json.loads(out.read_text(encoding="utf-8")))
 
 
 def _key(config: dict[str, Any], head: str, attention: str, code: Path | None) -> str:
     """A hash of all that a trace depends on."""
-    folder = Path(__file__).resolve().parents[1] / "measure"
+    folder = Path(__file__).resolve().parents[1]
     files = [*(folder / f"{name}.py" for name in MADE_BY), *(sorted(code.glob("*.py")) if code else ())]
     sources = b"".join(file.read_bytes() for file in files)
     made_by = [version("transformers"), version("torch"), hashlib.sha256(sources).hexdigest()]

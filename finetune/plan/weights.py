@@ -11,6 +11,7 @@ from typing import Any
 
 from finetune.dsconfig.context import Weights
 from finetune.errors import RequestError
+from finetune.run.flags.groups import of_text
 from finetune.safe_read import parse_json, read_json_object
 from finetune.safe_read.files import open_plain
 
@@ -37,7 +38,8 @@ def weights_of(folder: Path) -> Weights:
     if not sizes:
         raise RequestError(f"--model {folder}: its files hold no weights.")
     config = _json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    hidden = next((config[key] for key in ("hidden_size", "n_embd", "dim", "d_model") if key in config), None)
+    read = of_text(config.get)
+    hidden = next((read(key) for key in ("hidden_size", "n_embd", "dim", "d_model") if read(key) is not None), None)
     return Weights(sum(sizes), max(sizes), hidden if isinstance(hidden, int) else None)
 
 

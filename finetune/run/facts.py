@@ -10,6 +10,7 @@ from typing import Any
 from finetune.errors import RequestError
 from finetune.run.files import ADAPTER_CONFIG
 from finetune.run.flags.adapter import OF_NEW_ADAPTERS, PURE
+from finetune.run.flags.groups import of_text
 from finetune.run.flags.language import LEAST_BLOCK
 from finetune.run.flags.text import LEAST_TOKENS
 from finetune.run.parse import COMMAND_LINE
@@ -41,6 +42,7 @@ def positions_of(read: Callable[[str], Any]) -> int:
     positions are relative and unlimited; its config's n_positions only describes its training."""
     if read("relative_attention_num_buckets") and read("is_encoder_decoder"):
         return NO_LIMIT
+    read = of_text(read)
     positions = read("max_position_embeddings") or read("n_positions")
     return int(positions) - RESERVED.get(str(read("model_type")), 0) if positions else NO_LIMIT
 

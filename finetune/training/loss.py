@@ -18,6 +18,7 @@ import torch
 
 from finetune.data.columns import IGNORED, MULTI_LABEL, TOKENS
 from finetune.errors import RequestError
+from finetune.models.probes import shorten
 
 PROBE_ROWS, PROBE_TOKENS = 2, 4
 PROBE_PIXELS = 64  # the side of an image, for vision models whose config names none
@@ -40,7 +41,7 @@ def honours_num_items_in_batch(model: Any, label_is_float: bool = False, label_p
     for device in ("meta", "cpu"):
         config = copy.deepcopy(model.config)
         if device == "cpu":
-            config.num_hidden_layers = 1
+            shorten(config)
         try:
             with torch.random.fork_rng(devices=[]), torch.device(device), torch.enable_grad():
                 twin = type(model)(config)

@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 
 from finetune.data.chat.conversation import rendered
 from finetune.data.encoding import refuse_unknown_characters
 from finetune.data.tokenizer import beginning_of, begun, letters_of
 from finetune.errors import RequestError
+from finetune.models.composite import class_for
 from finetune.models.source import positions_of
 from finetune.report.text import fenced
 from finetune.run.flags.language import SampleArguments
+from finetune.run.task import TEXT_GENERATION
 from finetune.safe_read.bounded import each_bounded
 from finetune.training.resuming import kept_random_states
 
@@ -90,7 +92,8 @@ class Samples(TrainerCallback):
         """Sample on the CPU from the model in the run folder, for a run in which no rank holds the whole model."""
         if self.arguments.sample_tokens < 1:
             return
-        model = AutoModelForCausalLM.from_pretrained(str(self.folder))
+        auto = class_for(TEXT_GENERATION.auto, AutoConfig.from_pretrained(str(self.folder)))
+        model = auto.from_pretrained(str(self.folder))
         tokenizer = AutoTokenizer.from_pretrained(str(self.folder))
         self.last = self.sample(model, tokenizer, torch.device("cpu"))
         self.write(step)

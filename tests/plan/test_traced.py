@@ -9,18 +9,19 @@ from typing import Any
 
 import pytest
 from traced_here import IN_A_PROCESS, traced_here  # noqa: F401
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.api.planning import plan
 from finetune.errors import RequestError
 from finetune.measure import fitting
+from finetune.measure.models import build_adapted
 from finetune.measure.tracing import traced
 from finetune.plan import tracing
 from finetune.plan.families.parts import CAUSAL, MASKED, SEQ2SEQ, SPANS
 from finetune.plan.forward.parts import terms
-from finetune.plan.model import KINDS, model_of
+from finetune.plan.model import KINDS, model_of, with_lora
 from finetune.plan.named import find_model_config, model_names
 from finetune.plan.trace_files import KNOWN, file_of, heads_of, known_trace
+from finetune.plan.values import Lora
 
 # Of every known architecture, unlike those at which its programs were recorded.
 OTHER_SIZES = {
@@ -36,6 +37,11 @@ DEPTHS, TOKENS = (9, 2, 1, 14), {"pad_token_id": 0, "decoder_start_token_id": 0}
 PREFIXES = (2, 1, 4)
 OPT = {"model_type": "opt", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 128,
        "vocab_size": 500, "max_position_embeddings": 512, "word_embed_proj_dim": 64, "dropout": 0.0}  # fmt: skip
+
+LLAVA = {"model_type": "llava", "text_config": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 500, "max_position_embeddings": 512},
+         "vision_config": {"model_type": "clip_vision_model", "hidden_size": 32, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "intermediate_size": 64, "image_size": 32, "patch_size": 8}}  # fmt: skip
 
 
 @pytest.mark.parametrize("head", [CAUSAL, SEQ2SEQ])
@@ -117,6 +123,7 @@ def test_models_known_by_name_are_planned_without_torch(name: str, monkeypatch: 
          "num_key_value_heads": 4, "intermediate_size": 128, "moe_intermediate_size": 32, "n_routed_experts": 8,
          "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "vocab_size": 500,
          "max_position_embeddings": 512, "sliding_window": None},
+        LLAVA,
     ],
     ids=lambda config: config["model_type"],
 )  # fmt: skip
@@ -125,14 +132,33 @@ def test_weights_of_a_family_that_is_not_known_are_those_that_transformers_build
 ) -> None:
     assert config["model_type"] not in KINDS
     (tmp_path / "config.json").write_text(json.dumps(config))
-    built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    built = build_adapted(config, CAUSAL, "eager", "")[1]
     found = plan(str(tmp_path), gpu="H100-80GB", deepspeed="zero2", block_size=256, search=False)
     states = sum(weight.numel() for weight in built.parameters())
     notes = list[str]()
-    assert model_of(config, "kept", CAUSAL, notes=notes).parameters == states
+    made = model_of(config, "kept", CAUSAL, notes=notes)
+    assert made.parameters == states
+    trained = {name for name, weight in built.named_parameters() if weight.requires_grad}
+    assert {tensor.name for tensor in made.tensors if tensor.trains} == trained
     assert "traced earlier" in "".join(notes)
     assert "is not a known architecture" in str(found)
     assert "traced in" in str(found)
+
+
+def test_what_no_text_reaches_is_held_without_gradients_and_without_an_adapter() -> None:
+    """In the plan as in the model that is trained: a tower has layers of the same names as the language model."""
+    pytest.importorskip("peft", reason="peft is not installed")
+    notes = list[str]()
+    made = model_of(LLAVA, "llava", CAUSAL, notes=notes)
+    aside = {tensor.name for tensor in made.tensors if "vision" in tensor.name or "projector" in tensor.name}
+    assert {tensor.name for tensor in made.tensors if not tensor.trains} == aside
+    assert f"{sum(one.elements for one in made.tensors if one.name in aside):,} parameters" in notes[-1]
+    names = ["q_proj", "v_proj"]
+    flags = {"lora_target_modules": names, "lora_r": 4, "dtype": "float32"}
+    _, real = build_adapted(LLAVA, CAUSAL, "sdpa", json.dumps(flags))
+    trained = {name.removeprefix("base_model.model.") for name, one in real.named_parameters() if one.requires_grad}
+    adapted = with_lora(made, Lora(4, tuple(names)))
+    assert {tensor.name for tensor in adapted.tensors if tensor.trains} == trained
 
 
 @pytest.mark.parametrize(("recipe", "also"), [("causal_lm", set[str]()), ("seq_cls", {"score.weight"})])
@@ -156,13 +182,21 @@ def test_a_process_of_its_own_traces_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("more", [{"num_attention_heads": 5}, {"model_type": "vit"}], ids=["heads", "no language"])
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"num_attention_heads": 5}, r"cannot be traced: \w+Error: .*"),
+        ({"model_type": "vit"}, r"that of a vit, for which transformers \S+ has no AutoModelForCausalLM\. "),
+        ({"model_type": "mamba", "num_attention_heads": None}, r"its layers have more operators.* the longer a text "),
+    ],
+    ids=["heads", "no language", "a loop"],
+)
 def test_what_cannot_be_traced_is_refused_with_what_the_process_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], why: str
 ) -> None:
     monkeypatch.setattr(tracing, "_traced", IN_A_PROCESS)
     (tmp_path / "config.json").write_text(json.dumps({**OPT, **more}))
-    with pytest.raises(RequestError, match=r"cannot be traced: \w+Error: .*Give --params_per_layer N"):
+    with pytest.raises(RequestError, match=f"{why}.*Give --params_per_layer N"):
         plan(str(tmp_path), gpu="H100-80GB", recipe="causal_lm", block_size=256)
 
 

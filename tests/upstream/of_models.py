@@ -85,6 +85,15 @@ MODELS = (
         )
     ),
     Row(
+        "models/composite.py",
+        "transformers.models.auto.auto_factory:_BaseAutoModelClass._model_mapping",
+        "read",
+        "whether a class opens a model, before its weights are asked for",
+        "models/auto/auto_factory.py, from_pretrained: a ValueError that lists all architectures",
+        "a public question for it",
+        called_from=("transformers.models.auto.auto_factory:_BaseAutoModelClass.from_pretrained",),
+    ),
+    Row(
         "training/saving.py",
         MODEL + "_keys_to_ignore_on_save",
         "read",

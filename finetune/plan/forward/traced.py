@@ -190,7 +190,7 @@ class _Player:
             return self.tape.linear(x, module, weights[-1], weights[0] if len(weights) > 1 else "")
         if name == "native_layer_norm":
             return self.tape.layer_norm(x, module)
-        return self.tape.weigh(x, module) if name == "mul" else None
+        return self.tape.weigh(x, module) if name == "mul" and weights[-1] == f"{module}.weight" else None
 
     def plain(self, op: Any, inputs: list[Value]) -> Value | None:
         """Operators without parameters whose backward pass is known better than what autograd saves."""
