@@ -12,7 +12,7 @@ from typing import Any
 
 from finetune.errors import RequestError
 from finetune.plan.tape import Tape
-from finetune.plan.values import ALL_TO_ALL, ATTENTION, FLASH_ATTENTION_2, INT64_BYTES, Gemm, Op, Storage, Value
+from finetune.plan.values import ALL_TO_ALL, ATTENTION, FLASH_ATTENTION_2, INT64_BYTES, SENT, Gemm, Op, Storage, Value
 
 POSITIONS = 2  # copies of all tokens' positions: gathered from each rank, and joined
 PROJECTED = ("linear", "chunk", "slice")  # operators whose views of heads need gradients in their own layout
@@ -119,14 +119,14 @@ class Exchanged:
     back: tuple[int, ...]
 
 
-def exchanges_of(tape: Tape) -> Exchanged | None:
-    """None if no ranks share texts or experts. Positions, gathered beside each attention, and numbers of tokens, sent
-    before these, are too few to count."""
+def exchanges_of(tape: Tape, *kinds: str) -> Exchanged | None:
+    """Of some `kinds` in SENT, or of all; None if there are none. Positions, gathered beside each attention, and
+    numbers of tokens, sent before these, are too few to count."""
     made = [
         (max(op.inputs[0].bytes, op.outputs[0].bytes), part.recomputed)
         for part in tape.segments
         for op in part.ops
-        if op.name == ALL_TO_ALL
+        if op.name in (kinds or SENT)
     ]
     again = (size for size, is_again in made if is_again)
     return Exchanged(tuple(size for size, _ in made), (*(size for size, _ in made), *again)) if made else None

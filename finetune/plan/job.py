@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -77,8 +78,8 @@ class Job:
 
     @property
     def group(self) -> int:
-        """Neighbors that share texts or experts."""
-        return max(self.sequence_parallel_size, self.expert_parallel_size)
+        """Neighbors that share texts or experts, or both."""
+        return math.lcm(self.sequence_parallel_size, self.expert_parallel_size)
 
     @property
     def held(self) -> Model:

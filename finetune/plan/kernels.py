@@ -39,11 +39,6 @@ class Work:
 NOTHING = Work()
 
 
-@lru_cache(maxsize=64)
-def kernels_of(machine: Machine, precision: str) -> Kernels:
-    return Kernels(machine, precision)
-
-
 class Kernels:
     """`precision` is that of products, as far as the machine has it, and as far as their operands are in it."""
 
@@ -92,6 +87,8 @@ class Kernels:
         return Work(size / self.bandwidth + kernels * self.floor, kernels)
 
 
+kernels_of = lru_cache(maxsize=64)(Kernels)
+
 # Segments: each block, and what comes before and after the blocks
 
 
@@ -112,10 +109,8 @@ def passed(tape: Tape, machine: Machine, precision: str) -> tuple[SegmentWork, .
     kernels = kernels_of(machine, precision)
     found: list[SegmentWork] = []
     for segment in tape.segments:
-        if segment.like is None:
-            found.append(_segment_work(segment, kernels))
-        else:  # the same operators under other names
-            found.append(replace(found[segment.like], weights=_weights(segment)))
+        like = None if segment.like is None else found[segment.like]  # the same operators under other names
+        found.append(replace(like, weights=_weights(segment)) if like else _segment_work(segment, kernels))
     return tuple(found)
 
 

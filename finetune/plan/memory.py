@@ -204,14 +204,7 @@ def _ask_teacher(job: Job, device: Ledger) -> int:
     asked = job.of_teacher
     asked = replace(asked, model=_still(asked.model))
     tape = tape_of(asked)
-    given = (
-        Weights(asked.model.tensors, asked.weight_bytes),
-        Zero(stage=3),
-        job.stepping,
-        job.world_size,
-        0,
-        Ledger(),
-    )
+    given = (Weights(asked.model.tensors, asked.weight_bytes), Zero(stage=3), job.stepping, job.world_size, 0, Ledger())
     layout = Zero3(*given) if job.zero.stage == 3 else Plain(*given, buckets=False, is_engine=False)
     if isinstance(layout, Zero3):
         layout.trace(tape, goes_back=False)

@@ -17,10 +17,12 @@ SMALLEST_QUANTIZED = 4096  # elements, below which bitsandbytes keeps a state in
 
 @dataclass(frozen=True)
 class Rule:
-    """The cost of an optimizer per tensor: bytes moved per element, and operators of its loop."""
+    """The cost of an optimizer per tensor: bytes moved per element, and operators of its loop. `loops`: over tensors,
+    also on a GPU, where others take many in one kernel."""
 
     moved: int
     operators: int
+    loops: bool = False
 
 
 # Bytes per element, counted in torch 2.13's optim/adam.py and optim/sgd.py, and transformers 5.23's optimization.py, in
@@ -33,7 +35,7 @@ KINDS = {
     "onebit_adam": Rule(60, 12),
     "sgd": Rule(12, 1),
     "momentum": Rule(32, 3),
-    "adafactor": Rule(88, 25),
+    "adafactor": Rule(88, 25, loops=True),
     "adam8bit": Rule(16, 1),
     "kahan_adam": Rule(80, 16),  # in bf16 with Kahan summation (torch-optimi 0.3); with fp32 weights 104 and 11
 }

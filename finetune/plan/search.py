@@ -83,8 +83,8 @@ class Candidate:
             parts.append("checkpointing")
         if job.stages > 1:
             parts.append(f"{job.stages} stages")
-        if job.group > 1:
-            parts.append(f"{job.group} ranks per {'text' if job.sequence_parallel_size > 1 else 'set of experts'}")
+        sizes = {"text": job.sequence_parallel_size, "set of experts": job.expert_parallel_size}
+        parts += [f"{size} ranks per {what}" for what, size in sizes.items() if size > 1]
         return ", ".join(parts)
 
 

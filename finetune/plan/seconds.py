@@ -27,6 +27,7 @@ from finetune.plan.schedule import Schedule, simulate
 from finetune.plan.tape import Tape
 from finetune.plan.traffic import Traffic, traffic_of
 from finetune.plan.update import Update, update_of
+from finetune.plan.values import SENT
 
 # The loop's own work (callbacks, schedule, collating) in eager launches, per step: MLPs of width 8.
 STEP_LAUNCHES = 200.0
@@ -105,6 +106,8 @@ def plan_seconds(job: Job, machine: Machine) -> StepSeconds:
         sum((getattr(segment, part) for segment in segments), NOTHING) for part in ("forward", "backward", "again")
     )
     micros, copies, exposed, offload = job.accumulation, traffic.step.work, traffic.step.communication, 0.0
+    moved, traded = 2 * _moved(job, machine), micros * _exchange(job, machine)
+    sent = exposed + traded
     for flow, beside, count in (
         (traffic.forward, forward, micros),
         (traffic.backward, backward + again, micros - 1),
@@ -114,13 +117,11 @@ def plan_seconds(job: Job, machine: Machine) -> StepSeconds:
         waited = max(flow.tail if traffic.overlaps else 0.0, flow.communication - hidden)
         copies += flow.work.times(count)
         exposed += count * waited
+        sent += count * flow.communication
         # On a GPU transfers to and from the host overlap with all other work.
         offload += count * max(0.0, flow.offload - (beside.device + waited if job.device != "cpu" else 0.0))
-    moved = 2 * _moved(job, machine)
-    traded = micros * _exchange(job, machine)
     forward = forward + _asked(job, machine)
     launches = (forward + backward + again).times(micros).launches + (copies + update.work).launches
-    sent = traffic.forward.communication * micros + traffic.backward.communication * (micros - 1)
     parts = {
         "forward": forward.device * micros,
         "backward": backward.device * micros,
@@ -131,8 +132,6 @@ def plan_seconds(job: Job, machine: Machine) -> StepSeconds:
         "offload": offload + micros * moved,
     }
     parts["launch"] = _launch(machine, launches, sum(parts.values()) - update.host)
-    sent += traded
-    sent += traffic.boundary.communication + traffic.step.communication
     return _step(job, machine, segments, parts, sent)
 
 
@@ -145,11 +144,12 @@ def _moved(job: Job, machine: Machine, part: Part | None = None) -> float:
 def _exchange(job: Job, machine: Machine) -> float:
     """Seconds in which neighbors that share a text trade tokens for heads and back, or those that share experts send
     each other tokens, in a micro-batch. Attention and experts wait for it."""
-    found, ranks = exchanges_of(_tape(job)), job.group
-    if found is None:
-        return 0.0
-    group = Group(ranks, min(job.ranks_per_node, ranks))
-    return sum(all_to_all(machine, size, group) for size in (*found.sizes, *found.back))
+    total = 0.0
+    for kind, ranks in zip(SENT, (job.sequence_parallel_size, job.expert_parallel_size), strict=True):
+        if ranks > 1 and (found := exchanges_of(_tape(job), kind)):
+            group = Group(ranks, min(job.ranks_per_node, ranks))
+            total += sum(all_to_all(machine, size, group) for size in (*found.sizes, *found.back))
+    return total
 
 
 def _ending(job: Job, machine: Machine, weights: Weights) -> tuple[Traffic, Update]:
@@ -204,6 +204,9 @@ def _tape(job: Job) -> Tape:
 # Pipelines
 
 
+_cut = lru_cache(maxsize=256)(balanced_bounds)
+
+
 def stage_bounds(job: Job, machine: Machine) -> list[int]:
     """Bounds of the stages in the flat list of layers (finetune.plan.job.layers_of): stage s has those from bound s to
     bound s + 1. "uniform": equally many; "parameters": balanced by weights; else by time."""
@@ -216,11 +219,6 @@ def stage_bounds(job: Job, machine: Machine) -> list[int]:
         elements = {tensor.name: tensor.elements for tensor in job.model.tensors if tensor.trains}
         return list(_cut(tuple(float(sum(elements.get(name, 0) for name in s.weights)) for s in segments), job.stages))
     return list(_cut(tuple(sum(_lasting(segment, machine)) for segment in segments), job.stages))
-
-
-@lru_cache(maxsize=256)
-def _cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
-    return tuple(balanced_bounds(costs, stages))
 
 
 def stage_seconds(job: Job, machine: Machine) -> tuple[list[float], list[float]]:

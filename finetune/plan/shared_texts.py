@@ -9,26 +9,23 @@ from finetune.errors import RequestError
 from finetune.plan.exchange import exchanges_of
 from finetune.plan.expert_parallel import PLANNED
 from finetune.plan.job import Job, tape_of
-from finetune.plan.values import TILED_MLP
+from finetune.plan.values import ALL_TO_ALL, TILED_MLP
 from finetune.run.engine import deepspeed_config_of
 from finetune.run.facts import check_offloaded, checkpoints_on_host
 from finetune.run.flags.expert_parallel import check_experts
-from finetune.run.flags.groups import GROUPS, is_on
+from finetune.run.flags.groups import is_on
 from finetune.run.flags.sequence_parallel import OF_DROPOUT, OF_EXPERTS, check_heads
 from finetune.run.run import Run
 
-# Flags that need DeepSpeed, and the layout of a run with one that names none.
-ASSUMED = {"sequence_parallel_size": "zero3", "expert_parallel_size": "zero2", "tiled_mlp_num_shards": "zero3"}
+# Flags that need DeepSpeed, and the layout of a run that names none, by the first that is on.
+ASSUMED = {"expert_parallel_size": "zero2", "sequence_parallel_size": "zero3", "tiled_mlp_num_shards": "zero3"}
 
 
 def with_deepspeed(run: Run, device: str, notes: list[str]) -> Run:
     """The run with DeepSpeed, if its flags need it, also where layouts are searched; adds a note. Raises RequestError
-    for what needs a GPU, and for texts and experts that ranks share at once."""
+    for what needs a GPU."""
     if device == "cpu":
         check_offloaded(run)
-    if all(is_on(run, name) for name in GROUPS):
-        said = " and ".join(map(run.said, GROUPS))
-        raise RequestError(f"{said}: they train together, but are planned one at a time. Drop one of the two to plan.")
     name = next((name for name in ASSUMED if is_on(run, name)), None)
     if name is None or deepspeed_config_of(run):
         return run
@@ -68,7 +65,7 @@ def check_shared(run: Run, job: Job) -> None:
     check_heads(job.model.sizes.config.get, size, job.tokens, job.world_size)
     if job.tokens % size:
         raise RequestError(f"{said}, which does not divide the {job.tokens} tokens of a block. Change one of them.")
-    if exchanges_of(tape_of(job)) is None:
+    if exchanges_of(tape_of(job), ALL_TO_ALL) is None:
         raise RequestError(
             f"{said}: only attention that runs as one fused kernel is planned, and this model's does not: in fp32 with "
             "grouped heads on a GPU, or with dropout on a CPU. Plan it in bf16, or without dropout."

@@ -83,6 +83,7 @@ class Network:
     def __init__(self, job: Job, machine: Machine, kernels: Kernels, weights: Weights) -> None:
         self.job, self.machine, self.kernels, self.weights = job, machine, kernels, weights
         self.zero, self.ranks, self.size = job.zero, job.data_parallel_size, weights.bytes_each
+        self.is_on_gpu = job.device != "cpu"  # else collectives compete with the computation for cores: none overlaps
         self.group = Group(self.ranks, min(job.ranks_per_node, self.ranks))
         between = job.expert_parallel_size  # ranks that hold the same experts are so far apart
         self.of_experts = Group(self.ranks // between, max(self.group.ranks_per_node // between, 1))
@@ -103,10 +104,6 @@ class Network:
         """Gradients of a later micro-batch are added to the existing ones."""
         return self.copied(3 * self.gradients / share, self.count / share)
 
-    def is_overlapping(self, asked: bool) -> bool:
-        """On a CPU collectives compete with the computation for cores, so they never overlap."""
-        return asked and self.job.device != "cpu"
-
     def to_host(self, is_offloaded: bool) -> Flow:
         """This rank's gradients, for an optimizer there."""
         link = self.machine.host_link.bandwidth_bytes_per_second
@@ -125,7 +122,7 @@ class Network:
             return Traffic(backward=self.added(), step=step)
         boundary = self.sent(all_reduce, self.gradients, math.ceil(self.gradients / DDP_BUCKET_BYTES))
         boundary += self.copied(2 * self.gradients, self.count, DDP_PARAMETER * self.count)
-        return Traffic(backward=self.added(), boundary=boundary, overlaps=self.is_overlapping(True))
+        return Traffic(backward=self.added(), boundary=boundary, overlaps=self.is_on_gpu)
 
     def zero12(self) -> Traffic:
         """stage_1_and_2.py: gradients are copied into buckets (reduce_independent_p_g_buckets_and_remove_grads), each
@@ -141,7 +138,7 @@ class Network:
         groups = len(self.weights.groups()) - bool(apart)
         step = self.sent(all_gather, self.gradients - apart * self.size, groups)
         step += self.sent(all_gather, apart * self.size, bool(apart), self.of_experts)
-        return Traffic(STILL, each, boundary, step, self.is_overlapping(self.zero.overlap_comm))
+        return Traffic(STILL, each, boundary, step, self.is_on_gpu and self.zero.overlap_comm)
 
     def reduced(self, elements: int, group: Group | None = None) -> Flow:
         """Gradients in buckets."""
@@ -159,7 +156,7 @@ class Network:
         forward = self.gathered([(group.elements, len(group.names)) for group in groups])
         again = self.gathered([(group.elements, len(group.names)) for group in groups if not group.stays])
         boundary = again + self.scattered(len([group for group in groups if group.trained]), 2)
-        return Traffic(forward, again + self.added(), boundary, overlaps=self.is_overlapping(True))
+        return Traffic(forward, again + self.added(), boundary, overlaps=self.is_on_gpu)
 
     def zero3(self, tape: Tape) -> Traffic:
         """Gathers by module as the coordinator requests them, and buckets of gradients. After the optimizer each
@@ -178,7 +175,7 @@ class Network:
         step = self.sent(all_gather, sum(kept) * self.size, len(kept))
         step += Flow(work=Work(0.0, SHARDED_PARAMETER * len(kept)))
         each = backward + self.added(self.ranks)
-        return Traffic(forward, each, boundary, step, self.is_overlapping(self.zero.overlap_comm))
+        return Traffic(forward, each, boundary, step, self.is_on_gpu and self.zero.overlap_comm)
 
     def gathered(self, asked: Sequence[tuple[int, int]], phase: str = "") -> Flow:
         """Elements and parameters of each gather: assembled from shards, and copied out into each parameter

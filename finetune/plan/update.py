@@ -7,15 +7,24 @@ from dataclasses import dataclass
 
 from finetune.plan.engines.fsdp import piece
 from finetune.plan.engines.resident import Weights
-from finetune.plan.job import FSDP, TRAINER, Job
+from finetune.plan.job import DEEPSPEED, FSDP, TRAINER, Job
 from finetune.plan.kernels import NOTHING, Kernels, Work
 from finetune.plan.machine import Machine
 from finetune.plan.optimizers import KINDS
 from finetune.plan.values import FP32_BYTES
 
 HORIZONTAL = 0.1  # share of a launch per tensor, if one kernel takes many (torch's foreach, on a GPU)
+# The host's time for an operator that neither a module nor autograd surrounds, in launches: 11e-6 s for `a * 1.2`, and
+# 37e-6 for each launch of a layer, on one host (machines/V100-16GB.json, launch_seconds).
+SIMPLE = 0.3
 # Bytes per element besides the optimizer's own, in fp32: a norm reads gradients, clipping reads and writes them.
 CLIP_BYTES = 12
+# In fp16 the Trainer's loss scaler reads and writes gradients (torch 2.13, amp/grad_scaler.py, unscale_); DeepSpeed
+# looks for infinities with two reductions (0.19.8, runtime/utils.py, has_inf_or_nan).
+SCALER_BYTES, SEARCH_BYTES = 8, 4
+# DeepSpeed without ZeRO, in half precision (fp16/fused_optimizer.py, step): gradients become fp32, then flat, and the
+# weights are written from fp32 ones. The host waits for its search of each tensor, of six operators.
+FLAT_BYTES, SEARCH = 20, 6
 # ZeRO takes norms in fp64 (zero/utils.py, get_norm_dtype: 20), joins and scales fp32 gradients, and writes the weights.
 NORM_BYTES, SHARD_BYTES = 20, 24
 STATE_BYTES = 12  # master weight and both moments, read from and written to disk
@@ -23,7 +32,7 @@ STATE_BYTES = 12  # master weight and both moments, read from and written to dis
 
 @dataclass(frozen=True)
 class Update:
-    """`work` on the device; `host`: seconds of an optimizer on the host, with its disk transfers."""
+    """`work` on the device; `host`: seconds of the host for which it waits, as of an optimizer there with its disk."""
 
     work: Work = NOTHING
     host: float = 0.0
@@ -32,15 +41,20 @@ class Update:
 def update_of(job: Job, machine: Machine, kernels: Kernels, weights: Weights) -> Update:
     """The update of one rank. Gradients are clipped by default (the Trainer's max_grad_norm, 1.0)."""
     rule, ranks, count = KINDS[job.optimizer.kind], job.data_parallel_size, len(weights.trained)
-    each = 1.0 if job.device == "cpu" else HORIZONTAL
+    each, is_fp16 = 1.0 if job.device == "cpu" else HORIZONTAL, job.precision == "fp16"
     if job.engine in (TRAINER, FSDP) or job.zero.stage == 0:
         shards = [math.prod(piece(t.shape, ranks)) if job.engine == FSDP else t.elements for t in weights.trained]
         launches = rule.operators * (1 + each * (count - 1)) + 2 * each * count
-        clipped = CLIP_BYTES * job.stepping.bytes_each / FP32_BYTES
-        return Update(kernels.moved((job.stepping.moved + clipped) * sum(shards), launches))
+        moved = job.stepping.moved + CLIP_BYTES * job.stepping.bytes_each / FP32_BYTES
+        is_flat = job.engine == DEEPSPEED and job.precision != "fp32"
+        moved += FLAT_BYTES + SEARCH_BYTES if is_flat else SCALER_BYTES * is_fp16
+        work, simple = kernels.moved(moved * sum(shards), launches), SIMPLE * count * machine.launch_seconds
+        # The Trainer looks at the loss before the update (logging_nan_inf_filter), so no launch is ahead of the device.
+        looped = rule.operators * simple if rule.loops and job.device != "cpu" else 0.0
+        return Update(work, SEARCH * simple * is_flat + max(0.0, looped - work.device))
     owned = sum(tensor.elements * tensor.holders for tensor in weights.trained) / ranks
     norms = count if job.zero.stage == 3 else count / ranks
-    work = kernels.moved(NORM_BYTES * owned, 3 * norms)
+    work = kernels.moved((NORM_BYTES + SEARCH_BYTES * is_fp16) * owned, (3 + 2 * is_fp16) * norms)
     if job.zero.offload_optimizer != "none":
         return Update(work, _on_host(job, machine, owned, weights.bytes_each))
     groups = len(weights.sub_groups(ranks, job.zero.sub_group_size) if job.zero.stage == 3 else weights.groups())

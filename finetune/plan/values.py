@@ -9,7 +9,9 @@ HALF_BYTES = 2
 INT64_BYTES = 8
 FOREVER = 1 << 60
 ATTENTION, FLASH_ATTENTION_2 = "attention", "flash_attention_2"  # fused, by torch or by the package of that name
-ALL_TO_ALL, TILED_MLP = "all_to_all", "tiled_mlp"
+# Exchanges of neighbors: tokens for heads, if they share texts; tokens for what experts make of them.
+SENT = ALL_TO_ALL, DISPATCH = "all_to_all", "dispatch"
+TILED_MLP = "tiled_mlp"
 CHUNKED_LOSS = "linear_cross_entropy"  # an operator that moves bytes besides its products
 
 

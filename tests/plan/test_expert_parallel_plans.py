@@ -14,13 +14,14 @@ from finetune.plan.exchange import exchanges_of
 from finetune.plan.from_run import job_of
 from finetune.plan.job import DEEPSPEED, Job, tape_of
 from finetune.plan.machine import Link, find_machine
-from finetune.plan.memory import plan_memory
+from finetune.plan.memory import BATCH, plan_memory
 from finetune.plan.mends import cheaper, mends
 from finetune.plan.model import model_of
 from finetune.plan.notes import notes
 from finetune.plan.plan import plan
 from finetune.plan.search import EXPERT_PARALLEL, Limits, scaling, search
 from finetune.plan.seconds import plan_seconds
+from finetune.plan.values import ALL_TO_ALL, DISPATCH
 from finetune.plan.write import flags_of, shared_by
 from finetune.plan.zero import Zero
 from finetune.run.launch import Launch
@@ -88,6 +89,32 @@ def test_each_token_is_sent_to_its_experts_and_back(rows: int) -> None:
     assert again is not None
     assert sum(again.back) == 2 * sum(found.sizes)
     assert exchanges_of(tape_of(divided(1))) is None
+
+
+@pytest.mark.parametrize(("texts", "experts"), [(2, 2), (2, 4), (4, 2)])
+def test_neighbors_that_share_texts_and_experts_exchange_both(texts: int, experts: int) -> None:
+    """Each rank has a part of the tokens, so sends a part of them to experts; each exchange is in a group of its own,
+    over a bus of 100 bytes a second. Of gradients and weights, three quarters cross it three times, of experts
+    less."""
+    job = divided(experts, sequence_parallel_size=texts, micro_batch=texts)
+    alone = divided(1, sequence_parallel_size=texts, micro_batch=texts)
+    exchanged = exchanges_of(tape_of(job), DISPATCH)
+    assert exchanged is not None
+    assert exchanged.sizes == (HALF * TOKENS * CHOSEN * WIDTH,) * 2 * LAYERS
+    assert exchanges_of(tape_of(job), ALL_TO_ALL) == exchanges_of(tape_of(alone))
+    held, whole = (plan_memory(one, H100).resident for one in (job, divided(experts)))
+    assert {**held, BATCH: 0} == {**whole, BATCH: 0}
+    assert (job.global_batch, job.group) == (4, max(texts, experts))
+    slow = replace(H100, name="slow bus", intra_node=Link(100.0, 0.0))
+    traded = sum(
+        (ranks - 1) / ranks * size
+        for kind, ranks in ((ALL_TO_ALL, texts), (DISPATCH, experts))
+        if (found := exchanges_of(tape_of(job), kind))
+        for size in (*found.sizes, *found.back)
+    )
+    moved = 3 * HALF * (0.75 * (job.model.parameters - OF_EXPERTS) + (1 / experts - 1 / 4) * OF_EXPERTS)
+    exposed = plan_seconds(replace(job, zero=Zero(1, overlap_comm=False)), slow).exposed_communication
+    assert exposed == pytest.approx((traded + moved) / 100, rel=1e-3)
 
 
 def test_exchanges_and_gradients_take_their_time() -> None:

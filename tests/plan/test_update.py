@@ -135,8 +135,41 @@ def test_on_a_cpu_each_tensor_is_an_operator_of_its_own() -> None:
     assert found.work.launches == pytest.approx(8 * TENSORS + 2 * TENSORS)
 
 
-def test_zero_0_steps_as_the_trainer_alone_does() -> None:
+def test_in_fp32_zero_0_steps_as_the_trainer_alone_does() -> None:
     assert update(engine=DEEPSPEED, zero=Zero(stage=0), world_size=2) == update(engine=TRAINER, world_size=2)
+
+
+def test_in_fp16_the_trainers_loss_scaler_reads_and_writes_gradients() -> None:
+    scaled, plain = update(precision="fp16"), update()
+    assert scaled.work.device - plain.work.device == pytest.approx(8 * ELEMENTS)
+    assert scaled.work.launches == plain.work.launches
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_zero_0_keeps_flat_fp32_copies_in_half_precision_and_searches_each_gradient_for_infinities(
+    precision: str,
+) -> None:
+    """Two searches of 2 bytes an element; fp32 copies (2 + 4), joined (4 + 4); and weights from fp32 ones (4 + 2). The
+    device waits for each search."""
+    found, plain = update(engine=DEEPSPEED, precision=precision), update()
+    assert found.work.device - plain.work.device == pytest.approx((2 * 2 + 2 + 4 + 4 + 4 + 4 + 2) * ELEMENTS)
+    assert found.host == pytest.approx(6 * 0.3 * TENSORS * SLOW.launch_seconds)
+
+
+def test_a_loop_over_tensors_waits_for_the_host() -> None:
+    """Adafactor's, of 25 operators a tensor."""
+    given = {"machine": replace(SLOW, name="slow host", launch_seconds=1e6), "optimizer": Optimizer("adafactor")}
+    found = update(**given)
+    assert found.work.device + found.host == pytest.approx(25 * 0.3 * TENSORS * 1e6)
+    assert update(given["machine"], optimizer=Optimizer("adam_foreach")).host == 0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_in_fp16_a_rank_searches_its_part_for_infinities(stage: int) -> None:
+    given = {"engine": DEEPSPEED, "zero": Zero(stage=stage), "world_size": 2}
+    found, plain = update(**given, precision="fp16"), update(**given, precision="bf16")
+    assert found.work.device - plain.work.device == pytest.approx(2 * 2 * ELEMENTS / 2)
+    assert found.work.launches > plain.work.launches
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(2, 1), (2, 2), (4, 2), (2, 3), (4, 3)])

@@ -175,7 +175,6 @@ def test_a_plan_refuses_experts_that_a_run_could_not_divide() -> None:
     for words, said in (
         ((*TINY, "--config_overrides", "num_experts=5"), "does not divide the model's 5 experts"),
         ((*TINY, "--deepspeed", "zero3"), "DS509"),
-        ((*TINY, "--sequence_parallel_size", "2"), "they train together, but are planned one at a time"),
         (
             ("--model_name_or_path", "DeepSeek-V3"),
             "planned for mixtral, qwen3_moe, olmoe only, and this is a deepseek_v3",

@@ -192,8 +192,12 @@ OLMOE = {"model_type": "olmoe", "vocab_size": 120, "num_hidden_layers": 3, "hidd
         (QWEN, 2, {"micro_batch": 4, "optimizer": CPU_ADAM}),
         (MIXTRAL, 1, {"world_size": 4, "accumulation": 2, "micro_batch": 2, "optimizer": CPU_ADAM}),
         (OLMOE, 2, {"micro_batch": 4}),
+        (QWEN, 2, {"sequence_parallel_size": 2, "micro_batch": 8}),
+        (MIXTRAL, 1, {"sequence_parallel_size": 2, "world_size": 4, "expert_parallel_size": 4, "micro_batch": 4}),
+        (QWEN, 2, {"sequence_parallel_size": 4, "world_size": 4, "checkpoint_interval": 1, "micro_batch": 8}),
     ],
-    ids="ZeRO-2;ZeRO-1;pairs of pairs;an expert a rank;recomputed;bf16;offload;offload, pairs;OLMoE".split(";"),
+    ids="ZeRO-2;ZeRO-1;pairs of pairs;an expert a rank;recomputed;bf16;offload;offload, pairs;OLMoE;and texts;"
+    "pairs for texts;pairs for experts, recomputed".split(";"),
 )
 def test_ranks_that_share_experts_take_what_is_planned(
     config: dict[str, Any], stage: int, values: dict[str, Any], tmp_path: Path

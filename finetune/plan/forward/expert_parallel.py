@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune.plan.forward.parts import Setting
 from finetune.plan.tape import Tape
-from finetune.plan.values import ALL_TO_ALL, FP32_BYTES, INT64_BYTES, Gemm, Value
+from finetune.plan.values import DISPATCH, FP32_BYTES, INT64_BYTES, Gemm, Value
 
 ALIGNED = 8  # rows to which the tokens of each expert are padded (moe/ep_kernels.py, TOKEN_GROUP_ALIGN_SIZE_M)
 INT32_BYTES = 4
@@ -70,7 +70,7 @@ def _routed(tape: Tape, name: str, x: Value, pairs: int, normalizes: bool) -> tu
 
 
 def _exchange(tape: Tape, given: Value, elements: int) -> Value:
-    return tape.op(ALL_TO_ALL, (given,), elements, kernels=0, kernels_back=0, moved=0, moved_back=0)
+    return tape.op(DISPATCH, (given,), elements, kernels=0, kernels_back=0, moved=0, moved_back=0)
 
 
 def _computed(tape: Tape, name: str, received: Value, hidden: int) -> tuple[Value, ...]:
