@@ -35,7 +35,6 @@ from finetune.run.run import Run
 from finetune.training.loss import settle_loss_scaling
 from finetune.training.start import Session, start
 
-SHOWN_TENSORS = 40
 Samples = list[dict[str, torch.Tensor]]
 
 
@@ -88,8 +87,6 @@ def _write(session: Session, trial: TrialArguments, watch: Watch) -> None:
         "step_peaks_bytes": watch.settled_peaks,
         "seconds": watch.seconds,
         "bounds": watch.bounds,
-        "at_peak": watch.at_peak[:SHOWN_TENSORS],
-        "resident": watch.resident[:SHOWN_TENSORS],
     }
     folder = Path(trial.result_dir)
     folder.mkdir(parents=True, exist_ok=True)

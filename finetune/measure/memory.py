@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,12 +23,6 @@ from torch.utils._pytree import tree_iter
 # The namespace of the custom operators in torch 2.13's nn/modules/linear_cross_entropy.py. A mode does not see inside a
 # custom operator, unless the mode is entered again and the operator redispatched to its kernel.
 IN_PYTHON = "torch_nn"
-
-
-@dataclass
-class _Storage:
-    bytes: int
-    made_by: str
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[misc]
@@ -43,9 +36,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[misc]
         self.live = 0
         self.phase = "start"
         self.peaks: dict[str, int] = {}
-        self.at_peak: list[tuple[int, str]] = []  # bytes and origin of live storages when `catch` was reached
-        self.catch: int | None = None
-        self._known: dict[int, tuple[_Storage, Any]] = {}
+        self._known: dict[int, tuple[int, Any]] = {}  # bytes of each storage, and a reference to it
         self._empty: set[int] = set()  # those of them made by `torch.empty`
 
     @property
@@ -60,11 +51,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[misc]
         for thing in gc.get_objects():
             # isinstance would trigger proxy objects, such as torch's deprecated names.
             if issubclass(type(thing), torch.Tensor) and thing.device.type == self.device:
-                self._add(thing, "before")
-
-    def largest(self) -> list[tuple[int, str]]:
-        """Bytes and origin of all live storages, largest first."""
-        return sorted(((storage.bytes, storage.made_by) for storage, _ in self._known.values()), reverse=True)
+                self._add(thing)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind is not torch.Tensor and hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -86,12 +73,12 @@ class Allocations(TorchDispatchMode):  # type: ignore[misc]
     def _resize(self) -> None:
         """FSDP allocates and frees gathered weights by resizing their storage, which no operator shows (torch 2.13,
         distributed/fsdp/_fully_shard/_fsdp_param.py, alloc_storage and free_storage)."""
-        for entry, storage in [self._known[key] for key in self._empty]:
+        for key, (before, storage) in [(key, self._known[key]) for key in self._empty]:
             size = storage().nbytes()
-            self.live += size - entry.bytes
-            entry.bytes = size
+            self.live += size - before
+            self._known[key] = size, storage
 
-    def _add(self, tensor: torch.Tensor, made_by: str) -> None:
+    def _add(self, tensor: torch.Tensor, made_by: str = "") -> None:
         if is_traceable_wrapper_subclass(tensor):  # its storage is only nominal
             return
         try:
@@ -100,21 +87,18 @@ class Allocations(TorchDispatchMode):  # type: ignore[misc]
             return
         key, size = storage._cdata, storage.nbytes()
         if key in self._known:
-            entry = self._known[key][0]
-            self.live += size - entry.bytes  # it may have been resized
-            entry.bytes = size
+            before, reference = self._known[key]
+            self.live += size - before  # it may have been resized
+            self._known[key] = size, reference
         elif size:
-            entry = _Storage(size, f"{self.phase}: {made_by}")
-            self._known[key] = (entry, weakref.ref(storage, partial(self._freed, key)))
+            self._known[key] = size, weakref.ref(storage, partial(self._freed, key))
             self.live += size
             if made_by.startswith("aten.empty"):
                 self._empty.add(key)
         if self.live > self.peaks.get(self.phase, 0):
             self.peaks[self.phase] = self.live
-        if self.catch is not None and self.live >= self.catch:
-            self.at_peak, self.catch = self.largest(), None
 
     def _freed(self, key: int, _: Any) -> None:
-        entry, _ = self._known.pop(key)
+        size, _ = self._known.pop(key)
         self._empty.discard(key)
-        self.live -= entry.bytes
+        self.live -= size

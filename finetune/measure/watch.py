@@ -23,8 +23,6 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.memory, self.warm_steps = memory, warm_steps
         self.between_steps: list[int] = []
         self.step_peaks: list[dict[str, int]] = []
-        self.at_peak: list[tuple[int, str]] = []
-        self.resident: list[tuple[int, str]] = []
         self.seconds: list[float] = []
         self.begun = 0.0
         self.bounds: list[int] = []  # of a pipeline's stages
@@ -46,8 +44,6 @@ class Watch(TrainerCallback):  # type: ignore[misc]
                 self.memory.count_existing()  # allocations that C++ made unseen, such as NVMe offload's pinned buffers
             self.memory.phase = "forward"
             self.memory.forget_peaks()
-            if state.global_step == OBSERVED_STEPS - 1:
-                self.memory.catch = max(self.step_peaks[-1].values())
 
     def begin(self) -> None:
         """Start timing a step, once all ranks are here."""
@@ -62,7 +58,6 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             self.step_peaks.append(dict(self.memory.peaks))
             self.between_steps.append(self.memory.live)
             if state.global_step == OBSERVED_STEPS:
-                self.at_peak, self.resident = self.memory.at_peak, self.memory.largest()
                 self.memory.__exit__(None, None, None)
         elif state.global_step > OBSERVED_STEPS + self.warm_steps:
             self.seconds.append(time.perf_counter() - self.begun)

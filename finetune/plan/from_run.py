@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def job_of(
     run: Run, machine: Machine, params_per_layer: int | None = None, subject: Subject | None = None
 ) -> tuple[Job, dict[str, Any] | None, list[str]]:
     """The job, its DeepSpeed config, and notes. `subject` is for recipes that make up samples. Raises RequestError."""
-    notes = [*_rows_of_texts(run)]
+    notes = list[str]()
     _check_numbers(run, params_per_layer)
     subject = subject or _subject(run, machine, params_per_layer, notes)
     model, run = subject.model, settle_engine(run)
@@ -124,15 +124,6 @@ def _saves_beside_from(run: Run) -> int | None:
     if run.value("save_strategy") == "no" or run.value("save_on_each_node"):
         return None
     return {"on": 0, "auto": WORTH_BYTES}.get(run.value("async_save"))
-
-
-def _rows_of_texts(run: Run) -> Iterator[str]:
-    """For recipes whose rows have several texts."""
-    if "pooling" in run.recipe.flags:
-        yield (
-            "a row is counted as one text: plan pairs with twice --per_device_train_batch_size, triplets with three "
-            "times as many; with accumulation texts are embedded twice but counted once"
-        )
 
 
 def _precision(run: Run, flags: dict[str, bool], machine: Machine, asked: str | None) -> str:
@@ -216,6 +207,11 @@ def _check_fsdp(run: Run, model: Model) -> None:
 
 
 def _subject(run: Run, machine: Machine, params_per_layer: int | None, notes: list[str]) -> Subject:
+    if "pooling" in run.recipe.flags:
+        notes.append(
+            "a row is counted as one text: plan pairs with twice --per_device_train_batch_size, triplets with three "
+            "times as many; with accumulation texts are embedded twice but counted once"
+        )
     model = model_of_run(run, params_per_layer, notes)
     if not model.reads_text:
         return Subject(model, image_size=_side(run, model, notes))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -156,16 +155,15 @@ class Job:
 
 def tape_of(job: Job, part: Part | None = None) -> Tape:
     """A micro-batch of one rank, or of the pipeline stage with the layers `part`."""
-    made = _tape(job.held, job.batch, job.numbers, job.checkpoint_interval, part, job.loss_chunk_tokens)
-    return offloading(tiled(made, job.tiled_mlp_num_shards), job.checkpoints_on_host)
+    return _tape(job.held, job.batch, job.numbers, job.checkpoint_interval, part, job.loss_chunk_tokens,
+                 job.tiled_mlp_num_shards, job.checkpoints_on_host)  # fmt: skip
 
 
 @lru_cache(maxsize=128)
-def offloading(tape: Tape, offloads: bool) -> Tape:
-    if not offloads:
-        return tape
-    made = copy(tape)
-    made.offloads = True
+def _tape(model: Model, batch: Batch, numbers: Numbers, interval: int, part: Part | None, chunk: int, shards: int,
+          offloads: bool) -> Tape:  # fmt: skip
+    made = tiled(build_tape(model, batch, numbers, interval, part, chunk), shards)
+    made.offloads = offloads
     return made
 
 
@@ -180,9 +178,4 @@ def layers_of(job: Job) -> Tape:
     """For a pipeline: each entry of the flat list of layers as its own segment."""
     entries = Part(0, job.model.layers + sum(LISTED[job.model.family]))
     interval = min(job.checkpoint_interval, 1)  # groups of layers are recomputed whole, whatever their size
-    return tiled(
-        _tape(job.model, job.batch, job.numbers, interval, entries, job.loss_chunk_tokens), job.tiled_mlp_num_shards
-    )
-
-
-_tape = lru_cache(maxsize=128)(build_tape)
+    return tape_of(replace(job, checkpoint_interval=interval), entries)

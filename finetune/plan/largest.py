@@ -13,8 +13,7 @@ from typing import Any
 from finetune.errors import RequestError
 from finetune.plan.job import Job
 from finetune.plan.machine import Machine
-from finetune.plan.memory import RankMemory, plan_memory
-from finetune.plan.plan import Plan, host_of_node, kinds_of_rank, plan, usable_bytes
+from finetune.plan.plan import Plan, fullness, plan
 from finetune.plan.search import Candidate, Limits, bases, laid_out
 from finetune.plan.write import flags_of, shared_by
 from finetune.run.flags.groups import GROUPS
@@ -53,7 +52,7 @@ def most_that_fits(
     found = list[tuple[int, Candidate]]()
     for layout, laid in _layouts(job_at(sizes[0]), machine, limits):
         job = cache(lambda index, laid=laid: laid(job_at(sizes[index])))
-        index = _highest(cache(lambda index, job=job: _fullness(job(index), machine)), len(sizes))
+        index = _highest(cache(lambda index, job=job: fullness(job(index), machine)), len(sizes))
         if index is not None:
             found.append((index, Candidate(layout, plan(job(index), machine), None)))
     if not found:
@@ -83,17 +82,6 @@ def _layouts(job: Job, machine: Machine, limits: Limits | None) -> Iterator[tupl
 def _laid(layout: str, base: Job, job: Job) -> Job:
     changes = {name: getattr(base, name) for name in ("checkpoint_interval", *GROUPS)}
     return replace(laid_out(job, layout), **changes)
-
-
-def _fullness(job: Job, machine: Machine) -> float:
-    """The used share of the device or of the host, whichever is larger; above 1 the job does not fit."""
-    device, ranks = 0.0, list[RankMemory]()
-    for rank in kinds_of_rank(job):
-        ranks.append(plan_memory(job, machine, rank))
-        device = max(device, ranks[-1].peak.bytes / usable_bytes(machine))
-        if device > 1:
-            return device  # the other ranks cannot change that
-    return max(device, sum(host_of_node(job, ranks).values()) / machine.host_memory_bytes)
 
 
 def _highest(fullness: Callable[[int], float], count: int) -> int | None:

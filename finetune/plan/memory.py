@@ -81,8 +81,7 @@ def _planned(job: Job, machine: Machine, rank: int, bounds: tuple[int, ...]) -> 
     else:
         tape = tape_of(job)
         layout = _layout(job, job.held.tensors, rank, host)
-    if isinstance(layout, (Zero3, Fsdp)):
-        layout.trace(tape)
+    layout.trace(tape)
     layout.hold(device)
     if sizes := checkpoints_of(job, part):
         # Pinned memory comes in powers of two (ATen/core/CachingHostAllocator.h, allocate).
@@ -91,7 +90,7 @@ def _planned(job: Job, machine: Machine, rank: int, bounds: tuple[int, ...]) -> 
     if job.teacher is not None and job.reference != OWN_BASE:
         ranks = job.world_size if job.zero.stage == 3 else 1
         held = sum(-(-one.elements // ranks) for one in job.teacher.tensors) * job.of_teacher.weight_bytes
-        device.take(_of(job), held)
+        device.take(REFERENCE if job.reference else TEACHER, held)
         device.take(BUFFERS, sum(buffer.bytes for buffer in job.teacher.buffers) if job.reference else 0)
     if job.engine == PIPELINE:
         device.take(PIPE, _pipe_bytes(job, rank))
@@ -143,10 +142,9 @@ def _evaluate(job: Job, layout: Resident, device: Ledger) -> None:
     size = batch_bytes(replace(asked, accumulation=1))
     device.phase = "evaluation"
     device.take(BATCH, size, "batch")
-    if isinstance(layout, (Zero3, Fsdp)):
-        layout.trace(tape)
-        layout.begin(device, True, True)
-    Pass(tape, device, layout, layout.gradient_bytes).evaluate()
+    layout.trace(tape)
+    layout.begin(device, True, True)
+    Pass(tape, device, layout).evaluate()
     layout.after_forward(device)
     if job.teacher is not None and job.reference:
         _ask_teacher(asked, device)
@@ -187,7 +185,7 @@ def _step(job: Job, tape: Tape, layout: Resident, device: Ledger) -> None:
     for micro in range(many):
         answer = _ask_teacher(job, device) if job.teacher is not None and not job.reference else 0
         layout.begin(device, micro == 0, micro == many - 1)
-        passed = Pass(tape, device, layout, layout.gradient_bytes)
+        passed = Pass(tape, device, layout)
         passed.forward()
         layout.after_forward(device)
         if job.teacher is not None and job.reference:
@@ -210,7 +208,7 @@ def _ask_teacher(job: Job, device: Ledger) -> int:
         layout.trace(tape, goes_back=False)
     layout.begin(device, True, True)
     before = device.live.get(GATHERED, 0)
-    Pass(tape, device, layout, layout.gradient_bytes).evaluate(_of(job))
+    Pass(tape, device, layout).evaluate(REFERENCE if job.reference else TEACHER)
     device.give(GATHERED, device.live.setdefault(GATHERED, 0) - before)  # the few persistent parameters are not counted
     if job.reference:
         return 0
@@ -224,17 +222,13 @@ def _ask_teacher(job: Job, device: Ledger) -> int:
     return kept
 
 
-def _of(job: Job) -> str:
-    return REFERENCE if job.reference else TEACHER
-
-
 def _pipeline_step(job: Job, tape: Tape, layout: Resident, device: Ledger, stage: int) -> None:
     """Micro-batches, several of them in flight, in the order of DeepSpeed's schedule."""
     last = job.accumulation - 1
     flying: dict[int, Pass] = {}
     for kind, micro in order_of(stage, job.stages, job.accumulation):
         if kind == FORWARD:
-            flying[micro] = Pass(tape, device, layout, layout.gradient_bytes)
+            flying[micro] = Pass(tape, device, layout)
             flying[micro].forward()
             continue
         layout.begin(device, micro == 0, micro == last)

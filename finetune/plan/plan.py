@@ -58,7 +58,8 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return fits(self.job, self.machine, self.ranks)
+        """On the device of every kind of rank, and on every node."""
+        return self.peak_bytes <= self.limit_bytes and self.host_bytes <= self.host_limit_bytes
 
 
 def usable_bytes(machine: Machine) -> int:
@@ -124,10 +125,15 @@ def _saved_bytes(job: Job) -> tuple[int, int]:
     return job.weight_bytes * elements, states
 
 
-def fits(job: Job, machine: Machine, ranks: Sequence[RankMemory]) -> bool:
-    """Whether it fits on the device of every kind of rank, and on every node."""
-    on_host = sum(host_of_node(job, ranks).values())
-    return max(rank.peak.bytes for rank in ranks) <= usable_bytes(machine) and on_host <= machine.host_memory_bytes
+def fullness(job: Job, machine: Machine) -> float:
+    """The used share of the device or of the host, whichever is larger; above 1 the job does not fit."""
+    device, ranks = 0.0, list[RankMemory]()
+    for rank in kinds_of_rank(job):
+        ranks.append(plan_memory(job, machine, rank))
+        device = max(device, ranks[-1].peak.bytes / usable_bytes(machine))
+        if device > 1:
+            return device  # the other ranks cannot change that
+    return max(device, sum(host_of_node(job, ranks).values()) / machine.host_memory_bytes)
 
 
 def kinds_of_rank(job: Job) -> list[int]:

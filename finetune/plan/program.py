@@ -61,6 +61,9 @@ class _Gradient:
 
 @dataclass
 class _Log:
+    """`enters`: an engine steps in before and after modules. Without that there are fewer events, which play faster."""
+
+    enters: bool
     events: list[Event] = field(default_factory=list)
     net: dict[str, int] = field(default_factory=dict)
     total: int = 0
@@ -84,8 +87,9 @@ class _Log:
             self.give(TEMPORARY, size)
 
     def step_in(self, kind: Kind, place: int) -> None:
-        self.cut()
-        self.events.append((kind, place))
+        if self.enters or kind in (Kind.MADE, Kind.HANDED_ON):
+            self.cut()
+            self.events.append((kind, place))
 
     def cut(self) -> None:
         if self.net:
@@ -99,21 +103,21 @@ class _Log:
 
 
 @lru_cache(maxsize=128)
-def program_of(tape: Tape) -> Program:
-    """The program of a complete tape; cached."""
-    return _Player(tape).play()
+def program_of(tape: Tape, enters: bool = True) -> Program:
+    """The program of a complete tape, for an engine that `enters` modules or one that does not; cached."""
+    return _Player(tape, enters).play()
 
 
 @lru_cache(maxsize=128)
-def evaluation_of(tape: Tape) -> list[list[Event]]:
+def evaluation_of(tape: Tape, enters: bool = True) -> list[list[Event]]:
     """Events of each segment of a forward pass without gradients, which saves nothing; cached."""
-    return _Player(tape).forward(keeps=False)
+    return _Player(tape, enters).forward(keeps=False)
 
 
 class _Player:
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, enters: bool) -> None:
         self.tape, self.segments = tape, tape.segments
-        self.log = _Log()
+        self.log = _Log(enters)
         self.alive: set[Storage] = set()
         self.saved: dict[Storage, int] = {}
         self.gradients: dict[Slot, _Gradient] = {}
@@ -251,7 +255,7 @@ class _Player:
             else:
                 made.append((value.slot, _Gradient(value.bytes, is_view=op.name == "linear")))
                 self.log.take(GRADIENTS_FLOW, value.bytes, op.name)
-        trains = any(".lora_" in name or self.tape.trains(name) for name in op.weights)
+        trains = any(map(self.tape.trains, op.weights))
         if trains:
             self.log.step_in(Kind.MADE, place)
         self.log.passing(op.scratch_back, op.name)

@@ -27,7 +27,7 @@ class Recorder:
         self.offloads = False  # what recomputed segments save lies on the host
 
     def trains(self, weight: str) -> bool:
-        return self.lora is None or self.lora.saves(weight.rpartition(".")[0])
+        return self.lora is None or ".lora_" in weight or self.lora.saves(weight.rpartition(".")[0])
 
     def makes_leaf(self, module: str) -> bool:
         """Whether the output of this embedding is made a leaf that needs a gradient; autograd holds a leaf until its

@@ -180,7 +180,7 @@ def _adapter_of(given: str) -> dict[str, Any]:
 def _scratch_config(run: Run, notes: list[str]) -> dict[str, Any]:
     size = str(run.value("model_size"))
     if run.recipe.scratch is not None:
-        config = run.recipe.scratch(run.value)
+        config: dict[str, Any] = run.recipe.scratch(run.value)
         notes.append(f"a vocabulary of {config['vocab_size']:,} tokens is assumed; the data decides")
         return config
     if CausalModelArguments in run.recipe.groups:
@@ -192,11 +192,8 @@ def _scratch_config(run: Run, notes: list[str]) -> dict[str, Any]:
         "vocab_size": DISTILBERT_SIZES[size].vocab_size,
         **distilbert_shape(size, run.value("dropout"), run.value("max_seq_length")),
     }
-    granted = f"a vocabulary of {config['vocab_size']:,} tokens"
-    if head_of(run) not in (CLASSES, TAGS):
-        notes.append(f"{granted} is assumed; the data decides")
-    else:
-        notes.append(f"{granted} and {Sizes(config, '').labels} labels are assumed; the data decides")
+    labels = f" and {Sizes(config, '').labels} labels are" if head_of(run) in (CLASSES, TAGS) else " is"
+    notes.append(f"a vocabulary of {config['vocab_size']:,} tokens{labels} assumed; the data decides")
     return config
 
 

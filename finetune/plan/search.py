@@ -11,15 +11,13 @@ import json
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 from finetune.dsconfig.config import Config
 from finetune.errors import RequestError
 from finetune.plan.job import ADAM, DEEPSPEED, PIPELINE, TRAINER, Job
 from finetune.plan.machine import Machine
-from finetune.plan.memory import RankMemory, plan_memory
 from finetune.plan.optimizers import Optimizer
-from finetune.plan.plan import Plan, fits, kinds_of_rank, plan, usable_bytes
+from finetune.plan.plan import Plan, fullness, plan
 from finetune.plan.seconds import plan_seconds
 from finetune.plan.zero import read_zero
 from finetune.shipped import DS_CONFIGS
@@ -120,7 +118,7 @@ def search(job: Job, machine: Machine, limits: Limits) -> Found:
     tried = [found for kind in kinds for found in bases(replace(job, precision=kind), machine, limits)]
     for layout, base in tried:
         options = list(_batches(base, limits, job.micro_batch))
-        good = options[: bisect_left(options, True, key=lambda one: not _fits(one, machine))]  # they grow
+        good = options[: bisect_left(options, True, key=lambda one: fullness(one, machine) > 1)]  # they grow
         seen += len(options)
         if options and not good:
             failing.append((layout, options[0]))
@@ -203,13 +201,8 @@ def laid_out(job: Job, layout: str) -> Job:
     return replace(job, engine=engine, zero=zero, optimizer=optimizer, stages=1)
 
 
-@cache
-def _text(layout: str) -> str:
-    return (DS_CONFIGS / f"{layout}.json").read_text(encoding="utf-8")
-
-
 def shipped(layout: str) -> dict[str, object]:
-    return dict(json.loads(_text(layout)))
+    return dict(json.loads((DS_CONFIGS / f"{layout}.json").read_text(encoding="utf-8")))
 
 
 def _stages(job: Job) -> Iterator[int]:
@@ -231,15 +224,6 @@ def _batches(job: Job, limits: Limits, asked: int) -> Iterator[Job]:
             yield replace(job, micro_batch=micro, accumulation=steps)
         elif limits.global_batch % share == 0:
             yield replace(job, micro_batch=micro, accumulation=limits.global_batch // share)
-
-
-def _fits(job: Job, machine: Machine) -> bool:
-    ranks: list[RankMemory] = []
-    for rank in kinds_of_rank(job):
-        ranks.append(plan_memory(job, machine, rank))
-        if ranks[-1].peak.bytes > usable_bytes(machine):
-            return False  # whatever the others take
-    return fits(job, machine, ranks)
 
 
 def _why_not(found: Plan) -> str | None:

@@ -1,17 +1,16 @@
 """A training step on a ledger: what is alive at each moment, and when memory peaks.
 
 ledger = Ledger()
-passed = Pass(tape, ledger, engine, gradient_bytes)
+passed = Pass(tape, ledger, engine)
 passed.forward(), passed.backward()
 ledger.peak.bytes, ledger.peak.by_kind
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from finetune.plan.joined import joined_evaluation_of, joined_program_of
 from finetune.plan.program import TEMPORARY, Event, Kind, Stretch, evaluation_of, program_of
 from finetune.plan.tape import Tape
 from finetune.plan.values import TILED_MLP, Op, Segment
@@ -39,11 +38,7 @@ class Ledger:
     timeline: list[tuple[str, str, int]] = field(default_factory=list)
 
     def take(self, kind: str, size: int, where: str = "") -> None:
-        self.live[kind] = self.live.get(kind, 0) + size
-        self.total += size
-        best = self.peaks.get(self.phase)
-        if best is None or self.total > best.bytes:
-            self.peaks[self.phase] = Moment(self.phase, self._at(where), self.total, dict(self.live))
+        self.run(Stretch(size, ((kind, size),), where, ((kind, size),)))
 
     def give(self, kind: str, size: int) -> None:
         self.live[kind] -= size
@@ -82,14 +77,15 @@ class Ledger:
 class Engine:
     """What an engine adds to autograd: by itself nothing. DDP, FSDP and the ZeRO stages are subclasses.
 
-    `own_linear`: linear layers use the engine's own function, which yields a weight's gradient before its bias's."""
+    `own_linear`: linear layers use the engine's own function, which yields a weight's gradient before its bias's.
+    `enters_modules`: it does something before or after a module."""
 
     own_linear = False
+    enters_modules = False
 
-    @property
-    def enters_modules(self) -> bool:
-        mine, none = type(self), Engine
-        return (mine.before_module, mine.after_module) != (none.before_module, none.after_module)
+    def gradient_bytes(self, name: str) -> int:
+        """Of a parameter's gradient as autograd makes it; 0 for a frozen one."""
+        raise NotImplementedError
 
     def before_module(self, ledger: Ledger, module: str) -> None:
         """The parameters of `module` are about to be used."""
@@ -108,11 +104,11 @@ class Engine:
 
 
 class Pass:
-    """One micro-batch forward and backward. `gradient_bytes` is 0 for a frozen parameter."""
+    """One micro-batch forward and backward."""
 
-    def __init__(self, tape: Tape, ledger: Ledger, engine: Engine, gradient_bytes: Callable[[str], int]) -> None:
-        self.tape, self.ledger, self.engine, self.gradient_bytes = tape, ledger, engine, gradient_bytes
-        self.program = (program_of if engine.enters_modules else joined_program_of)(tape)
+    def __init__(self, tape: Tape, ledger: Ledger, engine: Engine) -> None:
+        self.tape, self.ledger, self.engine = tape, ledger, engine
+        self.program = program_of(tape, engine.enters_modules)
         self.waiting: dict[str, int] = {}  # gradients received so far, of weights used more than once
 
     def forward(self) -> None:
@@ -123,8 +119,7 @@ class Pass:
 
     def evaluate(self, phase: str = "evaluation") -> None:
         """Forward only, without gradients."""
-        events = (evaluation_of if self.engine.enters_modules else joined_evaluation_of)(self.tape)
-        self._play(phase, self.tape.segments, events)
+        self._play(phase, self.tape.segments, evaluation_of(self.tape, self.engine.enters_modules))
 
     def _play(self, phase: str, segments: Iterable[Segment], events: Iterable[list[Event]]) -> None:
         self.ledger.phase = phase
@@ -146,7 +141,7 @@ class Pass:
         else:
             turned = self.engine.own_linear and op.name == "linear"
             for name in reversed(op.weights) if turned else op.weights:
-                if size := self.gradient_bytes(name):
+                if size := self.engine.gradient_bytes(name):
                     if kind is Kind.MADE:
                         self.ledger.take(TEMPORARY, size, op.name)
                         if op.name == TILED_MLP:

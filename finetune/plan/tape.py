@@ -118,17 +118,16 @@ class Tape(Recorder):
     def _adapted(self, lora: Lora, x: Value, base: Value, module: str, rows: int) -> Value:
         """peft, tuners/lora/layer.py, Linear.forward: base + B(A(dropout(x))) * scaling, from `x` in the precision of
         the adapter's weights, which autocast finds in fp32, unless FSDP has gathered them in half precision."""
-        is_cast = self.numbers.autocast and not self.numbers.half_weights
-        own = FP32_BYTES if is_cast else self.numbers.bytes_each
+        own = self.bytes_of(f"{module}.lora_A.default.weight")
         x = self.dropout(self.cast(x, own), lora.dropout)
         for name in (f"{module}.lora_A.default", f"{module}.lora_B.default"):
             high, wide = self.shapes[f"{name}.weight"]
-            casts = [self.cast_weight(f"{name}.weight", name, trains=True)] if is_cast else []
+            casts = [self.cast_weight(f"{name}.weight", name)] if self.casts(f"{name}.weight") else []
             x = self.cast(x, self.numbers.product_bytes)
             forward, of_input, of_weight = _products(rows, wide, high)
             back = (*([of_input] if x.needs_grad else []), of_weight)
             x = self.op("linear", (x, *casts), rows * high, saves=(x, *(casts if x.needs_grad else ())),
-                        gemms=(forward,), gemms_back=back, needs_grad=True,
+                        gemms=(forward,), gemms_back=back,
                         weights=() if casts else (f"{name}.weight",), module="" if casts else name)  # fmt: skip
         if lora.is_dora:
             return self._dora(base, x, module, own)
@@ -143,21 +142,20 @@ class Tape(Recorder):
         made = (wide * wide + WHOLE_IN_DORA * wide * high) * own
         parts = [
             self.op("mul", (part,), part.elements, saves=(part,), weights=(f"{name}.weight",), module=name,
-                    bytes_each=own, scratch=made if part is base else 0, scratch_back=part.elements * own,
-                    needs_grad=True)
+                    bytes_each=own, scratch=made if part is base else 0, scratch_back=part.elements * own)
             for part in rows_of
         ]  # fmt: skip
         return self.cast(self.add(base, self.add(parts[0], self.scale(parts[1]))), base.bytes_each)
 
-    def cast_weight(self, name: str, module: str, trains: bool = False, keep: bool = True) -> Value:
+    def cast_weight(self, name: str, module: str, keep: bool = True) -> Value:
         """Autocast's half-precision copy of a weight; a trained weight's is cached until autocast ends
         (aten/src/ATen/autocast_mode.cpp, cached_cast)."""
         if name in self._casts:
             return self._casts[name]
-        trained, elements = self.trains(name) or trains, math.prod(self.shapes[name])
-        made = self.op("cast", (), elements, weights=(name,), module=module, bytes_each=HALF_BYTES, needs_grad=trained,
+        elements = math.prod(self.shapes[name])
+        made = self.op("cast", (), elements, weights=(name,), module=module, bytes_each=HALF_BYTES,
                        moved=elements * (FP32_BYTES + HALF_BYTES))  # fmt: skip
-        if trained and keep:
+        if self.trains(name) and keep:
             self._casts[name] = made
             self.outlasting[made.storage] = len(self.segments) - 1
         return made

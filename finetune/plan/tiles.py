@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import replace
-from functools import lru_cache
 
 from finetune.plan.program import Event, Stretch, evaluation_of, program_of
 from finetune.plan.tape import Tape
@@ -20,7 +19,6 @@ PART = ".mlp."  # of the names of an MLP's modules
 PASSED = Op("inside a tile", (), (), kernels=0, kernels_back=0)  # in the place of an operator within
 
 
-@lru_cache(maxsize=128)
 def tiled(tape: Tape, shards: int) -> Tape:
     """The tape with MLPs in so many `shards`; the same tape for 0."""
     if not shards:

@@ -30,16 +30,14 @@ def test_what_autograd_keeps_lives_until_the_backward_pass() -> None:
         assert memory.live == 4000 + 4000  # x, and its gradient
 
 
-def test_the_peak_of_each_phase_is_kept_and_what_was_alive_then() -> None:
+def test_the_peak_of_each_phase_is_kept() -> None:
     with Allocations() as memory:
         kept = torch.ones(100)
         memory.phase = "work"
         memory.forget_peaks()
-        memory.catch = 400 + 8000
         torch.ones(2000)
         torch.ones(500)
     assert memory.peaks == {"work": 8400}
-    assert [size for size, _ in memory.at_peak] == [8000, 400]
     assert kept.numel() == 100
 
 
@@ -55,7 +53,9 @@ def test_tensors_that_were_there_before_are_counted_on_demand() -> None:
     before = torch.ones(123_457)
     with Allocations() as memory:
         memory.count_existing()
-    assert (before.numel() * 4, "start: before") in memory.largest()
+        counted = memory.live
+        del before
+        assert counted - memory.live == 123_457 * 4
 
 
 @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="this torch has no chunked cross entropy")

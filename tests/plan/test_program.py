@@ -70,12 +70,17 @@ class Dropping(Engine):
     def __init__(self, sizes: dict[str, int]) -> None:
         self.sizes = sizes
 
+    def gradient_bytes(self, name: str) -> int:
+        return self.sizes[name]
+
     def gradient(self, ledger: Ledger, name: str) -> None:
         ledger.give(TEMPORARY, self.sizes[name])
 
 
 class Entering(Dropping):
     """So that no event of a program is left out."""
+
+    enters_modules = True
 
     def before_module(self, ledger: Ledger, module: str) -> None:
         assert module
@@ -92,11 +97,11 @@ def check(family: str, numbers: Numbers, interval: int, lora: Lora | None = None
         ledger, engine = Watched(), kind(sizes)
         ledgers.append(ledger)
         for _ in range(2):
-            step = Pass(tape, ledger, engine, sizes.__getitem__)
+            step = Pass(tape, ledger, engine)
             step.forward()
             step.backward()
             assert set(ledger.live.values()) == {0}, ledger.live
-        Pass(tape, ledger, engine, sizes.__getitem__).evaluate()
+        Pass(tape, ledger, engine).evaluate()
         assert set(ledger.live.values()) == {0}, ledger.live
     joined, whole = ledgers
     assert (joined.peaks, joined.timeline) == (whole.peaks, whole.timeline)

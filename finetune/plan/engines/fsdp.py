@@ -49,6 +49,8 @@ def piece(shape: Shape, ranks: int) -> Shape:
 
 
 class Fsdp(Resident):
+    enters_modules = True
+
     def trace(self, tape: Tape) -> None:
         """Which parameters make a group, and the order in which a micro-batch uses the groups."""
         program = program_of(tape)
@@ -114,9 +116,6 @@ class Fsdp(Resident):
         else:
             self._enter_forward(ledger, key)
 
-    def gradient(self, ledger: Ledger, name: str) -> None:
-        self.keep(ledger, name)
-
     def _enter_forward(self, ledger: Ledger, key: str) -> None:
         """Entering a layer gathers its weights; leaving it frees them. The root module's are gathered first."""
         if not self.now and ROOT in self.groups:
@@ -129,11 +128,13 @@ class Fsdp(Resident):
     def _gather(self, ledger: Ledger, key: str) -> None:
         """All-gathers into one flat tensor, and copies the weights out of it. The tensor is freed only after the next
         gather's weights are copied out: until then a variable holds it (wait_for_unshard, prev_all_gather_state)."""
-        if not self.groups[key].is_here:
+        group = self.groups[key]
+        if not group.is_here:
             self._ask(ledger, key)
-            self._copy_out(ledger, key)
+            ledger.take(GATHERED, group.elements * self.size, "gather")
+            group.is_here, group.is_coming = True, False
             self._drop_late(ledger)
-            self.late = self.groups[key].elements * self.size
+            self.late = group.elements * self.size
 
     def _ask(self, ledger: Ledger, key: str) -> None:
         group = self.groups[key]
@@ -144,11 +145,6 @@ class Fsdp(Resident):
         ledger.take(TEMPORARY, own)
         ledger.take(GATHERED, group.elements * self.size, "gather")
         ledger.give(TEMPORARY, own)
-
-    def _copy_out(self, ledger: Ledger, key: str) -> None:
-        group = self.groups[key]
-        ledger.take(GATHERED, group.elements * self.size, "gather")
-        group.is_here, group.is_coming = True, False
 
     def _release(self, ledger: Ledger, key: str) -> None:
         if self.groups[key].is_here:
@@ -174,10 +170,8 @@ class Fsdp(Resident):
         self.now = key
         if key == ROOT:
             return
-        if not self.groups[key].is_here:
-            self._ask(ledger, key)
-            self._copy_out(ledger, key)
-            ledger.give(GATHERED, self.groups[key].elements * self.size)
+        self._gather(ledger, key)
+        self._drop_late(ledger)
         self._ask_before(ledger, key)
 
     def _ask_before(self, ledger: Ledger, key: str) -> None:

@@ -10,6 +10,7 @@ from finetune.plan.model import Tensor
 from finetune.plan.optimizers import Optimizer
 from finetune.plan.program import TEMPORARY
 from finetune.plan.step import Engine, Ledger
+from finetune.plan.tape import Tape
 from finetune.plan.values import FP32_BYTES
 from finetune.plan.zero import Partition, Zero, shard, sub_groups
 
@@ -83,11 +84,13 @@ class Resident(Engine):
         self.kept: set[str] = set()  # parameters whose `grad` is set
 
     def gradient_bytes(self, name: str) -> int:
-        """As autograd makes it; 0 for a frozen parameter."""
         return self.elements[name] * self.size if name in self.trains else 0
 
-    def keep(self, ledger: Ledger, name: str) -> None:
-        """A gradient of this micro-batch stays in `grad`, or is added to the one already there."""
+    def trace(self, tape: Tape) -> None:
+        """Learns the order in which a micro-batch uses the parameters, if the engine depends on it."""
+
+    def gradient(self, ledger: Ledger, name: str) -> None:
+        """Stays in `grad`, or is added to the one already there."""
         ledger.give(TEMPORARY, self.gradient_bytes(name))
         if name not in self.kept:
             self.kept.add(name)
@@ -138,7 +141,7 @@ class Plain(Resident):
             ledger.give(TEMPORARY, self.gradient_bytes(name))
             self.drop(ledger, name)
         else:
-            self.keep(ledger, name)
+            super().gradient(ledger, name)
 
     def end(self, ledger: Ledger) -> None:
         if self.is_engine and self.is_boundary and self.ranks > 1:

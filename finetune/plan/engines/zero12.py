@@ -41,8 +41,7 @@ class Zero12(Resident):
 
     def hold(self, ledger: Ledger) -> None:
         """__init__: flat weights, masters of this rank's partition, states. Offload adds their gradients, a copy of the
-        new
-        weights, and two buffers of the largest parameter (temp_grad_buffer_for_cpu_offload, ..._gpu_offload)."""
+        new weights, and two buffers of the largest parameter (temp_grad_buffer_for_cpu_offload, ..._gpu_offload)."""
         ledger.take(PARAMETERS, self.padded * self.size + self.weights.frozen_bytes)
         home = self.host if self.offloads else ledger
         home.take(MASTERS, self.part * FP32_BYTES)
@@ -58,7 +57,7 @@ class Zero12(Resident):
         if self.contiguous and not self.has_buckets:  # setup_buckets
             self.has_buckets = True
             ledger.take(BUCKETS, self.bucket_bytes, "reduce buckets")
-        self.keep(ledger, name)
+        super().gradient(ledger, name)
         if self.zero.stage == 2 or (self.zero.overlap_comm and self.is_boundary):
             self._into_bucket(ledger, name)
 
@@ -151,13 +150,11 @@ class Bf16Stage(Zero12):
     with fp32 gradient accumulation, with or without a pipeline (runtime/engine.py, _do_optimizer_sanity_check)."""
 
     def hold(self, ledger: Ledger) -> None:
-        ledger.take(PARAMETERS, self.padded * self.size + self.weights.frozen_bytes)
-        ledger.take(MASTERS, self.part * FP32_BYTES)
-        self.hold_states(ledger, [(part.part,) for part in self.parts])
+        super().hold(ledger)
         ledger.take(GRADIENTS, self.padded * FP32_BYTES)
 
     def gradient(self, ledger: Ledger, name: str) -> None:
-        self.keep(ledger, name)  # and added to the fp32 one when the backward pass ends (update_hp_grads)
+        Resident.gradient(self, ledger, name)  # and added to the fp32 one when the backward pass ends (update_hp_grads)
 
     def end(self, ledger: Ledger) -> None:
         if self.is_boundary:  # flattened for the all-reduce, and cast (engine.py, allreduce_bucket)

@@ -58,6 +58,7 @@ def _order(
 
 
 class Zero3(Resident):
+    enters_modules = True
     own_linear = True  # runtime/zero/linear.py, LinearFunctionForZeroStage3
 
     def __init__(self, *args: object) -> None:
@@ -190,11 +191,9 @@ class Zero3(Resident):
 
     def gradient(self, ledger: Ledger, name: str) -> None:
         """__add_grad_to_ipg_bucket; a full bucket is reduced first (reduce_independent_p_g_buckets...)."""
-        elements = self.elements[name]
-        if self.full + elements > self.zero.reduce_bucket_size:
-            self._reduce(ledger)
+        self.part_of_gradient(ledger, name)
         self.filled.append(name)
-        self.full += elements
+        self.full += self.elements[name]
         ledger.give(TEMPORARY, self.gradient_bytes(name))
         if not self._lies_in_bucket(name):
             ledger.take(GRADIENTS, self.gradient_bytes(name), name)
@@ -263,7 +262,7 @@ def _played(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Played:
     layout.hold(ledger)
     layout.trace(tape)
     layout.begin(ledger, True, True)
-    passed = Pass(tape, ledger, layout, layout.gradient_bytes)
+    passed = Pass(tape, ledger, layout)
     passed.forward()
     passed.backward()
     layout.end(ledger)

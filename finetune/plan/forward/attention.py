@@ -13,17 +13,17 @@ EAGER, MATH, FUSED = "eager", "math", "fused"
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention's sizes. `pairs`: key/value heads."""
+    """Attention's sizes. `pairs`: key/value heads; `keys`: tokens attended to; `width`: of queries and keys."""
 
     batch: Batch
     heads: int
     width: int
     pairs: int
+    keys: int
+    value_width: int
     dropout: float = 0.0
     causal: bool = True
     by_head: str = ""  # which of "qkv" are laid out head by head, as those from a cache are: no product copies them
-    keys: int | None = None  # tokens attended to; None: as many as attend
-    value_width: int | None = None  # None: as wide as queries
 
     @property
     def repeats(self) -> bool:
@@ -44,16 +44,12 @@ class Heads:
         return self.batch.rows * self.heads
 
     @property
-    def looked_at(self) -> int:
-        return self.tokens if self.keys is None else self.keys
-
-    @property
     def scores(self) -> Gemm:
-        return Gemm(self.tokens, self.looked_at, self.width, self.count)
+        return Gemm(self.tokens, self.keys, self.width, self.count)
 
     @property
     def mix(self) -> Gemm:
-        return Gemm(self.tokens, self.value_width or self.width, self.looked_at, self.count)
+        return Gemm(self.tokens, self.value_width, self.keys, self.count)
 
 
 def kind_of(tape: Tape, heads: Heads, has_mask: bool = False, mask_trains: bool = False) -> str:
@@ -64,23 +60,16 @@ def kind_of(tape: Tape, heads: Heads, has_mask: bool = False, mask_trains: bool 
     if numbers.attention == "eager":
         return EAGER
     if numbers.device == "cpu":
-        return MATH if heads.dropout or mask_trains or heads.value_width not in (None, heads.width) else FUSED
+        return MATH if heads.dropout or mask_trains or heads.value_width != heads.width else FUSED
     half = numbers.product_bytes == HALF_BYTES
     return MATH if heads.repeats and not half and not has_mask else FUSED
-
-
-def split_heads(tape: Tape, x: Value, kind: str) -> Value:
-    """(rows, tokens, heads x width) as (rows, heads, tokens, width). Fused attention's gradients have the layout of its
-    inputs; other gradients are copied in the backward pass."""
-    return x if kind == FUSED else tape.alias(x)
 
 
 def causal_mask(setting: Setting) -> tuple[Value, ...]:
     """For a causal model with eager attention (rows, 1, tokens, tokens), zero or a huge negative number (transformers,
     masking_utils.py, eager_mask); else as `document_mask`."""
     tape, batch = setting.tape, setting.batch
-    is_eager = tape.numbers.attention == EAGER
-    if not is_eager:
+    if tape.numbers.attention != EAGER:
         return document_mask(setting)
     return (tape.op("mask", (), batch.positions * batch.tokens, needs_grad=False),)
 
@@ -124,7 +113,7 @@ def _eager(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mas
     scores = tape.matmul(tape.copy(query), tape.copy(wide_key) if copies else wide_key, heads.scores)
     scores = tape.scale(scores)
     if mask is None and heads.causal:
-        mask = tape.op("mask", (), heads.tokens * heads.looked_at, bytes_each=1, needs_grad=False)
+        mask = tape.op("mask", (), heads.tokens * heads.keys, bytes_each=1, needs_grad=False)
     scores = scores if mask is None else tape.add(scores, mask)
     joined = tape.numbers.device == "cuda" and tape.numbers.is_fp16
     shares = tape.softmax(scores, FP32_BYTES) if joined else tape.softmax(tape.cast(scores, FP32_BYTES))
@@ -148,7 +137,7 @@ def _math(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mask
     turned = scaled if "q" in heads.by_head else tape.copy(scaled)
     if heads.causal if mask is None else mask.bytes_each == 1:  # made floats
         rows = heads.batch.rows if heads.batch.documents else 1
-        many = rows * heads.tokens * heads.looked_at
+        many = rows * heads.tokens * heads.keys
         mask = tape.op("mask", (), many, bytes_each=FP32_BYTES, needs_grad=False)
     masks = () if mask is None else (mask,)
     scores = tape.matmul(turned, turned_key, heads.scores, casts=False)
@@ -171,9 +160,9 @@ def _fused(tape: Tape, query: Value, key: Value, value: Value, heads: Heads, mas
         if numbers.attention == "sdpa":
             key, value = _repeated(tape, key, heads), _repeated(tape, value, heads)
         if mask.bytes_each == 1:  # made floats, and expanded to each row (attention.cpp, convert_boolean_attn_mask)
-            many = heads.batch.rows * heads.tokens * heads.looked_at
+            many = heads.batch.rows * heads.tokens * heads.keys
             mask = tape.op("mask", (mask,), many, bytes_each=numbers.product_bytes, needs_grad=False)
-    length = heads.tokens // 2 if heads.causal and mask is None else heads.looked_at
+    length = heads.tokens // 2 if heads.causal and mask is None else heads.keys
     first = Gemm(heads.tokens, max(length, 1), heads.width, heads.count)
     second = replace(heads.mix, k=max(length, 1))
     masks = () if mask is None else (mask,)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from finetune.plan.families.gptlite import DOWN, EMBEDDINGS, NORM, PARTS, ROUTER, UP
-from finetune.plan.forward.attention import Heads, attend, causal_mask, kind_of, split_heads
+from finetune.plan.forward.attention import FUSED, Heads, attend, causal_mask, kind_of
 from finetune.plan.forward.expert_parallel import grouped
 from finetune.plan.forward.losses import chunked_loss, cross_entropy, decoder_head, label_loss
 from finetune.plan.forward.parts import Part, Setting, activation, stack
@@ -49,7 +49,7 @@ def gptlite(setting: Setting) -> Value:
         x = _positions(setting, tokens)
         tape.hold(tokens)
     x = stack(setting, x, range(setting.sizes("num_hidden_layers")), _block_name,
-              lambda i, x: _block(setting, i, x, mask), held=lambda index: mask)  # fmt: skip
+              lambda i, x: _block(setting, i, x, mask), mask)  # fmt: skip
     with tape.segment("head"):
         normed = tape.layer_norm(x, NORM)
         tape.hold(x, *mask)
@@ -99,13 +99,15 @@ def _block(setting: Setting, index: int, x: Value, mask: tuple[Value, ...]) -> V
     """Attention and MLP, a norm before each."""
     tape, sizes, count = setting.tape, setting.sizes, setting.sizes("num_attention_heads")
     dropout = sizes.share("dropout")
-    heads = Heads(setting.batch, count, sizes("hidden_size") // count, count, dropout)
-    kind = kind_of(tape, heads)
+    width = sizes("hidden_size") // count
+    heads = Heads(setting.batch, count, width, count, setting.batch.tokens, width, dropout)
     norm_1, qkv, out_of, norm_2, up, down_to = (f"{_block_name(index)}.{part}" for part in PARTS)
     normed = tape.layer_norm(x, norm_1)
     joined = tape.linear(normed, qkv)
-    query, key, value = (split_heads(tape, part, kind) for part in tape.chunk(joined, *[x.elements] * 3))
-    out = tape.linear(attend(setting, heads, query, key, value, *mask), out_of)
+    parts = tape.chunk(joined, *[x.elements] * 3)
+    if kind_of(tape, heads) != FUSED:  # whose gradients have the layout of its inputs; others are copied back
+        parts = [tape.alias(part) for part in parts]
+    out = tape.linear(attend(setting, heads, *parts, *mask), out_of)
     tape.hold(normed)
     x = tape.add(x, tape.dropout(out, dropout))
     normed = tape.layer_norm(x, norm_2)

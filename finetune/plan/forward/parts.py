@@ -74,7 +74,7 @@ def stack(
     layers: range,
     name: Callable[[int], str],
     block: Callable[[int, Value], Value],
-    held: Callable[[int], tuple[Value, ...]] = lambda index: (),
+    held: tuple[Value, ...] = (),
 ) -> Value:
     """`layers` in sequence, each a segment; `name` is its module's. All are alike, so the middle ones are not recorded
     again: they are the same operators under other names. `held`: further inputs of each layer."""
@@ -90,7 +90,7 @@ def stack(
             continue
         again = setting.recomputes(layer)
         state = (tape.given(RNG_STATE_BYTES, 1),) if again and tape.numbers.device == "cpu" else ()
-        with tape.segment(name(layer), x, *held(layer), *state, layer=layer, recomputed=again):
+        with tape.segment(name(layer), x, *held, *state, layer=layer, recomputed=again):
             x = block(layer, x)
     return x
 
