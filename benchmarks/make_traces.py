@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -474,8 +476,11 @@ def default_of(usual: Any, key: str) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="architectures; all by default")
+    names = parser.parse_args().names or KINDS
+    if os.environ.get("PYTHONHASHSEED") != "0":  # as for `finetune plan` (finetune/plan/tracing.py)
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
     TRACES.mkdir(exist_ok=True)
-    for name in parser.parse_args().names or KINDS:
+    for name in names:
         made = json.dumps(recorded(name, KINDS[name]), separators=(",", ":"))
         (TRACES / f"{name}.json").write_text(f"{made}\n", encoding="utf-8")
 

@@ -31,7 +31,7 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
 # FlashAttention in Triton: half of FlashAttention-2's shares of the peak, which is 1.3 to 2.5 times as fast (arXiv
 # 2307.08691, section 4.1).
 TRITON = {"A100": {"forward": 0.365, "backward": 0.315}, "H100": {"forward": 0.18, "backward": 0.16}}
-LATER, LATER_WORDS = ("fms-acceleration", "VectorLM"), "added when all constants were fixed"
+LATER, LATER_WORDS = ("fms-acceleration", "VectorLM"), "added later"
 LOW = 2048  # tokens up to which samples count as short
 
 HEAD = """

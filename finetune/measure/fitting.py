@@ -10,9 +10,9 @@ from finetune.plan.families.parts import IMAGES, SEQ2SEQ
 from finetune.plan.forward.parts import Batch, terms
 
 ROWS = (2, 3)  # with only one row, some operators copy nothing
-UNIT = 32  # tokens; state-space layers compute whole chunks, of as many as their config says
+UNIT = 16  # tokens; state-space layers compute whole chunks, of as many as their config says
 TOKENS, FAR = (2, 3, 4), 32  # units; what is fitted is tried far from there
-TARGETS = (48, 80, 112)  # tokens of a decoder behind an encoder
+TARGETS = (40, 80, 112)  # tokens of a decoder behind an encoder
 
 
 @cache
@@ -42,7 +42,7 @@ def _inverse(head: str, unit: int) -> list[list[Fraction]]:
 
 def far_point(head: str, unit: int, positions: int) -> Batch | None:
     """A batch of longer texts than any of `points`, of at most so many tokens; None if there is none."""
-    tokens = min(FAR * unit, positions // unit * unit)
+    tokens = min(FAR * unit, (positions - 1) // unit * unit)  # a slice of all positions is none
     return None if head in (IMAGES, SEQ2SEQ) or tokens <= TOKENS[-1] * unit else Batch(ROWS[0], tokens)
 
 

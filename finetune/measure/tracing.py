@@ -9,6 +9,7 @@ has terms determine its coefficients. `finetune.plan.forward.traced` turns the r
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -79,10 +80,17 @@ def record(model: torch.nn.Module, layers: Iterable[torch.nn.Module], head: str,
     hooks = [layer.register_forward_pre_hook(enter) for layer in layers]
     hooks += [layer.register_forward_hook(enter) for layer in layers]
     batch = batch_of(head, sizes, model.config)
-    with torch.autograd.graph.saved_tensors_hooks(recording.keep, lambda kept: kept), recording, Fused(recording):
-        out = model(**batch)
-        recording.look()
-        recording.stamp()
+    gc.collect()
+    collects = gc.isenabled()
+    gc.disable()  # what lies in a reference cycle would live until the collector happens to run
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(recording.keep, lambda kept: kept), recording, Fused(recording):
+            out = model(**batch)
+            recording.look()
+            recording.stamp()
+    finally:
+        if collects:
+            gc.enable()
     result = "last_hidden_state" if head == VECTORS else "loss"
     recording.result = recording.number(out[result])
     rest = [one for name, one in out.items() if name != result and head != VECTORS]

@@ -4,6 +4,7 @@ of them no text reaches."""
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import transformers
@@ -25,7 +26,7 @@ def class_for(auto: str, config: Any) -> Any:
             return kind
     raise RequestError(
         f"its config.json is that of a {config.model_type}, for which transformers {transformers.__version__} has no "
-        f"{auto}. Give a model that has one, or choose the recipe for a {config.model_type}."
+        f"{auto}. Give a model that has one."
     )
 
 
@@ -38,8 +39,8 @@ def _reads_text(model: Any) -> bool:
 def unread(model: Any) -> dict[str, Any]:
     """The parameters of a text model that no text reaches, by name: its towers for pictures and sound, and what joins
     them to the language model."""
-    config = model.config
-    if config.get_text_config() is config or getattr(config, "is_encoder_decoder", False):
+    config, first = model.config, model.main_input_name
+    if config.get_text_config() is config or getattr(config, "is_encoder_decoder", False) or first != "input_ids":
         return {}
     parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
     read = {id(one) for part in parts if part is not None for one in part.parameters()}
@@ -52,3 +53,16 @@ def freeze_unread(model: Any) -> Any:
     for one in unread(model).values():
         one.requires_grad_(False)
     return model
+
+
+def describe_frozen(model: Any) -> list[str]:
+    """A line about what no text reaches and `freeze_unread` has frozen; none if there is nothing, or if it is a detail,
+    because adapters freeze the rest too."""
+    frozen = [] if hasattr(model, "peft_config") else [p for p in unread(model).values() if not p.requires_grad]
+    count = elements(frozen)
+    return [f"{count:,} parameters that no text reaches (such as a vision tower's) stay frozen"] if count else []
+
+
+def elements(parameters: Iterable[Any]) -> int:
+    """Their elements; weights that ZeRO-3 has sharded count in full."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in parameters)

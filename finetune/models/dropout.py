@@ -4,6 +4,7 @@ cpu/DistributionKernels.cpp, bernoulli_scalar_kernel). Here each 64-bit draw mak
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,3 +58,12 @@ def use_fast_dropout(model: nn.Module) -> None:
         for name, child in module.named_children():
             if type(child) is nn.Dropout and not child.inplace:
                 setattr(module, name, Dropout(child.p).train(child.training))
+
+
+def use_fast_dropout_in_layers(pipeline: Any) -> None:
+    """The same inside the layers of a DeepSpeed PipelineModule. A layer that is itself a dropout stays torch's:
+    DeepSpeed runs layers from a list beside the registered children (deepspeed 0.19.8, runtime/pipe/module.py, _build),
+    and `eval` would reach only a new child."""
+    for layer in pipeline.forward_funcs:
+        if isinstance(layer, nn.Module):
+            use_fast_dropout(layer)

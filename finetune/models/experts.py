@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -220,12 +220,26 @@ class Experts:
     ) -> tuple[float | None, torch.Tensor]:
         """Since the last call, over all ranks: the mean loss of a step, without its weight, None without that loss;
         and the tokens of each layer's experts (layers, E). Every rank must call it, with its `device`."""
-        zeros = torch.zeros(self.mixture.experts, dtype=torch.int64, device=device)
-        rows = [self.tokens.get(place, zeros) for place in range(len(self.mixture.modules))]
-        tokens = sum_over_ranks(torch.stack(rows)).cpu()
+        tokens = sum_over_ranks(self._rows(device)).cpu()
         loss = sum_over_ranks(torch.as_tensor(self.loss, device=device)) if self.weight else None
         steps, self.tokens, self.loss, self.steps = max(self.steps, 1), {}, 0.0, 0
         return None if loss is None else float(loss) / steps, tokens
+
+    def noted(self, gather: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> dict[str, Any]:
+        """For a checkpoint: what `window` would tell now, with each rank's loss. Every rank must call it."""
+        tokens = gather(self._rows(device)[None]).sum(0)
+        losses = gather(torch.as_tensor(self.loss, dtype=torch.float64, device=device).reshape(1))
+        return {"tokens": tokens.tolist(), "losses": losses.tolist(), "steps": self.steps}
+
+    def restore(self, kept: Mapping[str, Any], rank: int, ranks: int, device: torch.device) -> None:
+        """Go on from what `noted` returned."""
+        losses, self.steps = kept["losses"], kept["steps"]
+        self.loss = losses[rank] if len(losses) == ranks else sum(losses) / ranks
+        self.tokens = {} if rank else dict(enumerate(torch.tensor(kept["tokens"], device=device)))
+
+    def _rows(self, device: torch.device) -> torch.Tensor:
+        zeros = torch.zeros(self.mixture.experts, dtype=torch.int64, device=device)
+        return torch.stack([self.tokens.get(place, zeros) for place in range(len(self.mixture.modules))])
 
     def _before(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         self.is_forward = True

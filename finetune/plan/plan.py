@@ -99,7 +99,7 @@ def is_saved_beside(job: Job) -> bool:
 
 def copied_bytes(job: Job, share: float = 1.0) -> int:
     """Bytes that an asynchronous save copies on the node of rank 0: the weights, once even if two files need them, and
-    optimizer states and masters, of which under DeepSpeed each node has its part. FSDP writes its shards synchronously.
+    optimizer states and masters, of which from ZeRO-1 each node has its part. FSDP writes its shards synchronously.
     The first rank of a pipeline's stage copies all of the stage; `share` is that of the stages that begin on the
     fullest node."""
     weights, states = _saved_bytes(job)
@@ -107,22 +107,23 @@ def copied_bytes(job: Job, share: float = 1.0) -> int:
         return weights
     if job.engine == PIPELINE:
         return int(share * (weights + states))
-    if job.engine == TRAINER:
+    if job.engine == TRAINER or job.zero.stage == 0:
         return weights + states
     return weights + int(states * min(job.ranks_per_node, job.world_size) / job.world_size)
 
 
 def _saved_bytes(job: Job) -> tuple[int, int]:
-    """Bytes of what a checkpoint holds, over all ranks: weights, which FSDP and DeepSpeed below ZeRO-3 save a second
-    time in files of their own; and optimizer states, with DeepSpeed's masters. A pipeline saves the masters alone, as
-    its weights."""
+    """Bytes of what a checkpoint holds, over all ranks: weights, of which only an adapter leaves out the frozen ones,
+    and which FSDP and DeepSpeed below ZeRO-3 save a second time in files of their own; and optimizer states, with
+    DeepSpeed's masters. A pipeline saves the masters alone, as its weights."""
     trained = [tensor for tensor in job.model.tensors if tensor.trains]
     elements = sum(tensor.elements for tensor in trained)
+    saved = elements if job.model.lora is not None else job.model.parameters
     states = sum(job.stepping.state_bytes(tensor.shape) for tensor in trained)
     if job.engine == PIPELINE:
-        return FP32_BYTES * elements, states
+        return FP32_BYTES * saved, states
     states += 0 if job.engine in (FSDP, TRAINER) else FP32_BYTES * elements
-    return job.weight_bytes * elements, states
+    return job.weight_bytes * saved, states
 
 
 def fullness(job: Job, machine: Machine) -> float:

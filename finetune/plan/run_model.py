@@ -276,13 +276,18 @@ def _alike(config: Mapping[str, Any], where: str, params_per_layer: int, notes: 
     kind = config.get("model_type")
     sizes = Sizes({**config, **(config.get("text_config") or {})}, where)
     hidden = sizes("hidden_size", "n_embd", "d_model")
-    heads = sizes("num_attention_heads", "n_head", "num_heads", default=1)
+    names = ("num_attention_heads", "n_head", "num_heads")
+    heads = sizes(*names, default=1)
     inner = (params_per_layer - 4 * hidden**2 - 2 * hidden) // (3 * hidden)
     if inner < 1:
         raise RequestError(
             f"--params_per_layer {params_per_layer}: attention has {4 * hidden**2:,} at width {hidden}. Give more."
         )
-    notes.append(f"{kind} is not a known family; it is planned as a Llama with {params_per_layer:,} parameters a layer")
+    is_named = any(sizes.config.get(name) is not None for name in names)
+    assumed = "" if is_named else " and one attention head, because its config names none"
+    notes.append(
+        f"{kind} is not a known family; it is planned as a Llama with {params_per_layer:,} parameters a layer{assumed}"
+    )
     return {
         "model_type": "llama",
         "hidden_size": hidden,

@@ -26,7 +26,10 @@ from finetune.run.environment import environment_of_child
 LISTS = ("auto_mappings.py", "configuration_auto.py")  # of transformers/models/auto: they list all model types
 LONGEST = 300  # seconds that tracing a model may take
 TRACING = "finetune.measure.tracing"  # it imports torch, and so is never imported here
-MADE_BY = ("measure/tracing", "measure/recording", "measure/fitting", "measure/models", "models/composite")  # modules
+MADE_BY = (  # modules
+    *("measure/tracing", "measure/recording", "measure/fitting", "measure/models"),
+    *("models/composite", "models/adapters", "models/source", "run/facts"),
+)
 REFUSED = 2  # its exit status if what it says is a reason of ours
 TRUSTS = "trust_remote_code"  # what the user allows, beside the config; never what a config says
 NOT_SHAPES = ("auto_map", "_name_or_path", TRUSTS, "transformers_version", "torch_dtype", "dtype")
@@ -76,7 +79,9 @@ def _traced(config: dict[str, Any], head: str, attention: str, where: str) -> di
         given, out = Path(folder, "config.json"), Path(folder, "trace.json")
         given.write_text(json.dumps(config), encoding="utf-8")
         words = [sys.executable, "-m", TRACING, str(given), head, attention, str(out)]
-        env = environment_of_child() | {"HF_MODULES_CACHE": folder}  # where transformers copies a model's own code
+        # Some models go through a set of words, in an order that depends on the seed of hashes (transformers 5.23,
+        # modeling_gemma3.py, position_embeddings). transformers copies a model's own code into its cache.
+        env = environment_of_child() | {"PYTHONHASHSEED": "0", "HF_MODULES_CACHE": folder}
         try:
             done = subprocess.run(words, capture_output=True, text=True, timeout=LONGEST, check=False, env=env)
         except subprocess.TimeoutExpired as error:

@@ -36,11 +36,6 @@ def has_checkpoint(folder: Path) -> bool:
     return any(folder.glob("checkpoint-*")) or any(folder.glob(f"{REPLACED}checkpoint-*"))
 
 
-def how_to_go_on(folder: Path) -> str:
-    """How to start a folder's run again once its fault is mended, for the end of a message."""
-    return "--resume auto" if has_checkpoint(folder) else "start again with --resume allow (it needs no checkpoint)"
-
-
 def _meant_to_resume(word: str, folder: Path) -> str:
     """The word or the checkpoint in the run folder that `word` is most like, as a question; else what there is."""
     known = {"auto": "auto", "allow": "allow", **{path.name: str(path) for path in folder.glob("checkpoint-*")}}
@@ -74,11 +69,12 @@ def check_output_dir(run: Run) -> None:
     if not entries or (resume and (resume != "allow" or RUN_RECORD in entries)):
         return
     if not run.value("overwrite_output_dir"):
-        mend = "Give another folder."
-        if has_checkpoint(folder) or RUN_RECORD in entries:
-            again = "It has no checkpoint: start it again with --resume allow"
-            again = "Continue it with --resume auto" if has_checkpoint(folder) else again
+        mend, again = "Give another folder.", "Continue it with --resume auto"
+        if RUN_RECORD in entries:
+            again = again if has_checkpoint(folder) else "It has no checkpoint: start it again with --resume allow"
             mend = f"{again}, delete it with --overwrite_output_dir True, or give another folder."
+        elif has_checkpoint(folder):
+            mend = f"{again}, or give another folder."
         raise RequestError(f"{run.said('output_dir')}, but it already holds {len(entries)} files or folders. {mend}")
     if RUN_RECORD not in entries:
         raise RequestError(

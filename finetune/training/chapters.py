@@ -14,7 +14,8 @@ from finetune.data.mixture import Joined, taken_of_each
 from finetune.data.numbered import Numbered, NumberedCollator
 from finetune.models import short_attention
 from finetune.models.chunked_loss import loss_head
-from finetune.models.dropout import draws_slowly, use_fast_dropout
+from finetune.models.composite import describe_frozen
+from finetune.models.dropout import draws_slowly, use_fast_dropout, use_fast_dropout_in_layers
 from finetune.models.pipeline import PipelineModel
 from finetune.run.facts import SHORT_TOKENS, checkpoints_on_host, mixes_attention
 from finetune.run.flags.common import RunArguments
@@ -74,8 +75,11 @@ def trainer_of(
     """The Trainer over `data`, which has the attributes of `Data`. Build the model after `start`, so that ZeRO-3 can
     shard it while it is built."""
     identity = settle_identity(session, model.config, data) if session.training.do_train else None
+    if session.training.do_train:
+        session.say(*describe_frozen(model))
     _settle_attention(session, model)
-    _settle_dropout(session, model)
+    if _draws_slowly(session):
+        use_fast_dropout(model)
     train, collator, sources = data.splits.get("train"), data.collator, None
     # A teacher's divergence is part of the loss, and Liger's fused loss gives no losses of tokens.
     if isinstance(train, Joined) and teacher is None and not session.training.use_liger_kernel:
@@ -113,9 +117,8 @@ def _settle_attention(session: Session, model: Any) -> None:
         session.say(f"attention: without SDPA up to {SHORT_TOKENS} tokens or with dropout: faster in bf16 on a CPU")
 
 
-def _settle_dropout(session: Session, model: Any) -> None:
-    if session.training.device.type == "cpu" and draws_slowly():
-        use_fast_dropout(model)
+def _draws_slowly(session: Session) -> bool:
+    return session.training.device.type == "cpu" and draws_slowly()
 
 
 def pipeline_of(
@@ -160,7 +163,8 @@ def pipeline_of(
         guards=session[GuardArguments],
         identity=identity,
     )
-    _settle_dropout(session, trainer.engine.module)
+    if _draws_slowly(session):
+        use_fast_dropout_in_layers(trainer.engine.module)
     return trainer
 
 

@@ -20,7 +20,6 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import SaveStrategy
 
 from finetune.errors import InterruptedRunError
-from finetune.run.output_dir import how_to_go_on
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)  # sent by Slurm (--signal); sent by Kubernetes and the launchers
 POLL_SECONDS = 0.2
@@ -40,7 +39,6 @@ class StopOnSignal(TrainerCallback):
 
     def __init__(self, grace_seconds: float = 0.0) -> None:
         self.grace_seconds = grace_seconds  # 0: no limit
-        self.args: Any = None  # the Trainer's
         self.grace: threading.Thread | None = None
         self.is_over = threading.Event()  # the grace period no longer applies
         self.steps = 0  # finished since training began
@@ -55,7 +53,6 @@ class StopOnSignal(TrainerCallback):
         return bool(self.handlers) or self.received > 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.args = args
         if threading.current_thread() is threading.main_thread():  # only it may set a handler
             self.handlers = {number: signal.signal(number, self._note) for number in SIGNALS}
         if self.grace_seconds and self.grace is None:
@@ -117,7 +114,7 @@ class StopOnSignal(TrainerCallback):
         number = signal.Signals(self.agreed or self.received).name
         print(
             f"\nstopped by {number}, but not all ranks had saved within --stop_grace {self.grace_seconds:g} seconds. "
-            f"To continue: {how_to_go_on(Path(self.args.output_dir))}.",
+            "To continue: --resume allow.",
             file=sys.stderr,
             flush=True,
         )

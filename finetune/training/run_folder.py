@@ -29,7 +29,6 @@ from finetune.errors import RunError, disk_is_full, first_line
 from finetune.privacy import names_a_secret, without_home
 from finetune.run.files import LABELS, LOCK, RUN_RECORD
 from finetune.run.launch import Launch
-from finetune.run.output_dir import how_to_go_on
 from finetune.run.parse import RECIPE_KEY
 from finetune.run.run import Run
 from finetune.safe_read import read_json_object
@@ -235,7 +234,7 @@ def explained_disk_errors(folder: Path, launch: Launch | None = None) -> Iterato
         if _is_of(folder, error):
             raise RunError(
                 f"{folder} cannot be written: {first_line(error)}. Earlier checkpoints are whole. Fix that, then "
-                f"{how_to_go_on(folder)}."
+                "--resume allow."
             ) from error
         if not disk_is_full(error) and not _torch_met_a_full_disk(error, folder):
             raise
@@ -243,7 +242,7 @@ def explained_disk_errors(folder: Path, launch: Launch | None = None) -> Iterato
         raise RunError(
             f"the disk of {folder} is full ({free:.0f} MiB free), and saving failed. Earlier checkpoints are whole. "
             "Make room, keep fewer with --save_total_limit, or leave out optimizer states with --save_only_model True; "
-            f"then {how_to_go_on(folder)}."
+            "then --resume allow."
         ) from error
 
 

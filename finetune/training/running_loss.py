@@ -118,7 +118,9 @@ class RunningLoss(TrainerCallback, ExportableState):
     Trainer's sums are private, so they are repeated here, bit for bit as it adds them (Trainer._run_epoch).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, experts: Any = None) -> None:
+        """`experts`: an Experts or a StageExperts, of a mixture of experts."""
+        self.experts = experts
         self.sums: list[float] = []  # each rank's sum since the last log, as of the last checkpoint
         self.logged_step = -1  # the step of the last log; -1 if nothing was restored
         self.total = 0.0  # the sum up to that step
@@ -127,6 +129,7 @@ class RunningLoss(TrainerCallback, ExportableState):
         self.sources: SourceLosses | None = None  # of a mixture
         self.kept_of_sources: dict[str, list[float]] = {}  # what `sources` noted for the last checkpoint
         self.of_sources: dict[str, dict[str, float]] = {}  # of the whole run, once it has ended
+        self.kept_of_experts: dict[str, Any] = {}  # what `experts` noted for the last checkpoint
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """By now the Trainer knows its first step, and a checkpoint's values have been restored."""
@@ -136,7 +139,11 @@ class RunningLoss(TrainerCallback, ExportableState):
             kept, self.first_step = self.of_rank(args.process_index, args.world_size), 0
         else:
             self.total, self.first_step, self.logged_step = 0.0, step, step
-        self.now = self.before = torch.tensor(kept, dtype=torch.float32, device=args.device)
+        # With a router loss, some losses are in fp64, and so is their sum.
+        dtype = torch.float32 if float(torch.tensor(kept, dtype=torch.float32)) == kept else torch.float64
+        self.now = self.before = torch.tensor(kept, dtype=dtype, device=args.device)
+        if self.experts and goes_on and self.kept_of_experts:
+            self.experts.restore(self.kept_of_experts, args.process_index, args.world_size, args.device)
         if self.sources:
             self.sources.begin(args.device, self.kept_of_sources if goes_on else {}, not args.process_index)
 
@@ -180,14 +187,16 @@ class RunningLoss(TrainerCallback, ExportableState):
         """Record the sums for a checkpoint. All ranks must call it."""
         self.sums = self._of_ranks(gather).tolist()
         self.kept_of_sources = self.sources.noted(gather) if self.sources else {}
+        self.kept_of_experts = self.experts.noted(gather, self.now.device) if self.experts else {}
 
     def _of_ranks(self, gather: Any) -> torch.Tensor:
         found: torch.Tensor = gather(self.now.reshape(1))
         return found
 
     def state(self) -> dict[str, Any]:
-        kept = {"sums": self.sums, "logged_step": self.logged_step, "total": self.total}
-        return {"args": {}, "attributes": {**kept, "kept_of_sources": self.kept_of_sources}}
+        kept: dict[str, Any] = {"sums": self.sums, "logged_step": self.logged_step, "total": self.total}
+        kept |= {"kept_of_sources": self.kept_of_sources, "kept_of_experts": self.kept_of_experts}
+        return {"args": {}, "attributes": kept}
 
     def of_rank(self, rank: int, world_size: int) -> float:
         """This rank's sum; if the world size has changed, the mean over ranks, which gives the same logged loss."""

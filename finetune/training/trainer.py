@@ -27,6 +27,7 @@ from finetune.data.sampling import GlobalBatchSampler, sampler_of
 from finetune.data.streaming import TextStream
 from finetune.dsconfig.load import wants_cpu_adam, wants_trainer_clipping
 from finetune.errors import InterruptedRunError, RequestError
+from finetune.models.experts import WATCHED
 from finetune.models.multiplied import multiplied_parameters
 from finetune.run.flags.compression import CompressionArguments
 from finetune.run.flags.guards import GuardArguments
@@ -89,8 +90,8 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         self.multiplied_parameters = multiplied_parameters(self.model)
         self.speed = SpeedMeter(self.multiplied_parameters, self.args.world_size, self.sequence.size)
         self.saves = Saves(self, TrainerSaved(self))
-        self.running_loss, self.stop = RunningLoss(), StopOnSignal(self.guards.stop_grace)
-        self.clips_itself = False
+        self.running_loss, self.clips_itself = RunningLoss(getattr(self.model, WATCHED, None)), False
+        self.stop = StopOnSignal(self.guards.stop_grace)
         self.own_norm: torch.Tensor | None = None  # of the gradients, if `clips_itself`
         if self.is_deepspeed_enabled:
             self._settle_deepspeed(self.accelerator.state.deepspeed_plugin.deepspeed_config)

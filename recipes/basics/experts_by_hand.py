@@ -129,7 +129,7 @@ def compare(rank: int, ranks: int, mixtures: tuple[Mixture, Mixture], groups: tu
 def main() -> None:
     if os.environ.get("WORLD_SIZE") != "4":
         if speaks := os.environ.get("RANK", "0") == "0":
-            print("error: start it with: torchrun --nproc_per_node 4", __file__, file=sys.stderr)
+            print("error: start with: torchrun --nproc_per_node 4 recipes/basics/experts_by_hand.py", file=sys.stderr)
         sys.exit(2 if speaks else 0)  # if another rank failed first, torchrun would end rank 0 before it prints
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()

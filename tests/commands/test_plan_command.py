@@ -111,6 +111,16 @@ def test_an_unknown_family_is_planned_by_its_parameters_a_layer(
     found = planned(capsys, str(tmp_path), "--params_per_layer", "50000", "--no_search")
     assert found["job"]["parameters"] == pytest.approx(2 * 50_000 + 2 * 300 * 64, rel=0.05)
     assert any("planned as a Llama" in note for note in found["notes"])
+    assert not any("one attention head" in note for note in found["notes"])
+
+
+def test_a_head_that_a_config_does_not_name_is_said_to_be_assumed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    without = {name: value for name, value in UNKNOWN.items() if "head" not in name}
+    (tmp_path / "config.json").write_text(json.dumps(without))
+    found = planned(capsys, str(tmp_path), "--params_per_layer", "50000", "--no_search")
+    assert any(note.endswith("and one attention head, because its config names none") for note in found["notes"])
 
 
 def test_a_flag_takes_several_values_as_in_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:

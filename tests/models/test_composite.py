@@ -13,6 +13,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     Blip2Config,
+    CLIPConfig,
+    CLIPForImageClassification,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     LlamaConfig,
@@ -23,9 +25,13 @@ from transformers import (
 )
 
 from finetune.errors import RequestError
-from finetune.models.composite import class_for, freeze_unread, unread
+from finetune.models.adapters import with_adapter
+from finetune.models.composite import class_for, describe_frozen, freeze_unread, unread
+from finetune.models.multiplied import multiplied_parameters
 from finetune.models.probes import small_copy
 from finetune.models.source import positions_of
+from finetune.run.flags.adapter import AdapterArguments
+from finetune.training.guards import replay
 
 TEXT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
         "intermediate_size": 16, "vocab_size": 30, "max_position_embeddings": 40}  # fmt: skip
@@ -60,7 +66,7 @@ def test_what_reads_no_text_alone_is_no_language_model(config: Any) -> None:
 
 
 def test_a_class_that_transformers_lacks_for_a_model_is_named_with_what_to_do(tmp_path: Path) -> None:
-    message = r"that of a llava, for which transformers \S+ has no AutoModelForSequenceClassification\. Give a model"
+    message = r"for which transformers \S+ has no AutoModelForSequenceClassification\. Give a model that has one\.$"
     with pytest.raises(RequestError, match=message):
         loaded(tmp_path, AutoModelForSequenceClassification, llava(), has_new_head=True)
 
@@ -77,6 +83,47 @@ def test_what_no_text_reaches_is_what_gets_no_gradient(made: Any) -> None:
 def test_all_of_a_model_without_towers_is_trained() -> None:
     model = freeze_unread(LlamaForCausalLM(LlamaConfig(**TEXT)))
     assert all(weight.requires_grad for weight in model.parameters())
+
+
+@pytest.mark.parametrize("made", [llava, gemma], ids=lambda made: made.__name__)
+def test_what_stays_frozen_is_counted_and_said(made: Any) -> None:
+    model, ids = made(), torch.arange(6)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    count = sum(weight.numel() for weight in model.parameters() if weight.grad is None)
+    said = f"{count:,} parameters that no text reaches (such as a vision tower's) stay frozen"
+    assert describe_frozen(freeze_unread(model)) == [said]
+
+
+def test_nothing_is_said_of_a_model_without_towers_nor_with_an_adapter_beside_frozen_weights() -> None:
+    assert describe_frozen(freeze_unread(LlamaForCausalLM(LlamaConfig(**TEXT)))) == []
+    assert describe_frozen(with_adapter(llava(), AdapterArguments(use_peft=True), None, "CAUSAL_LM")) == []
+
+
+@pytest.mark.parametrize("use_peft", [False, True])
+def test_towers_are_no_work(use_peft: bool) -> None:
+    arguments = AdapterArguments(use_peft=use_peft)
+    both = (llava(), LlamaForCausalLM(LlamaConfig(**TEXT)))
+    whole, text = (multiplied_parameters(with_adapter(one, arguments, None, "CAUSAL_LM")) for one in both)
+    assert whole == text > 0
+
+
+def test_a_classifier_of_pictures_has_no_part_that_text_should_reach() -> None:
+    config = CLIPConfig(text_config={**TEXT, "eos_token_id": 1}, vision_config=VISION)
+    model = CLIPForImageClassification(config)
+    assert unread(model) == {}
+    assert multiplied_parameters(model) >= sum(p.numel() for p in model.vision_model.encoder.parameters())
+
+
+def test_a_batch_of_a_language_model_with_a_tower_is_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llava().save_pretrained(tmp_path / "checkpoint")
+    ids = torch.arange(6)[None]
+    replay.write_batch(tmp_path / "step-1", [{"input_ids": ids, "labels": ids.clone()}], {"cpu": torch.get_rng_state()})
+    monkeypatch.setattr("sys.argv", ["replay", str(tmp_path / "step-1"), str(tmp_path / "checkpoint")])
+    replay.main()
+    assert "micro-batch 1: loss 3." in (said := capsys.readouterr().out)
+    assert "all is finite" in said
 
 
 def test_a_small_copy_is_small_in_all_its_parts() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -93,3 +97,40 @@ def test_draws_are_shared_out_only_where_torch_does_not_use_mkl(monkeypatch: pyt
         monkeypatch.setattr(dropout, "draws_slowly", lambda is_slow=is_slow: is_slow)
         Dropout(0.5)(torch.ones(8))
     assert drawn == [0.5]
+
+
+# DeepSpeed's module fixes its process group, so it is made in a process of its own.
+PIPELINE = """
+import os
+import sys
+import torch
+from torch import distributed, nn
+import deepspeed
+from deepspeed.pipe import LayerSpec, PipelineModule
+from finetune.models import dropout
+
+dropout.draws_slowly = lambda: True
+os.environ["LOCAL_RANK"] = "0"
+distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+deepspeed.init_distributed("gloo")
+inner = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+pipeline = PipelineModule([nn.Linear(8, 8), nn.Dropout(0.5), LayerSpec(nn.Dropout, 0.5), inner], num_stages=1)
+dropout.use_fast_dropout_in_layers(pipeline)
+x = torch.ones(64, 8)
+kinds = {type(one).__module__ for one in pipeline.modules() if isinstance(one, nn.Dropout)}
+pipeline.train()
+drops = not torch.equal(pipeline(x), pipeline(x))
+pipeline.eval()
+print("RESULT", drops, torch.equal(pipeline(x), pipeline(x)), sorted(kinds), type(inner[1]).__module__)
+"""
+
+
+def test_a_pipeline_with_dropout_as_a_layer_evaluates_without_it(tmp_path: Path) -> None:
+    made = subprocess.run(
+        [sys.executable, "-c", PIPELINE, str(tmp_path / "meeting")], capture_output=True, text=True, check=False
+    )
+    assert made.returncode == 0, made.stderr[-2000:]
+    result = next(line for line in made.stdout.splitlines() if line.startswith("RESULT"))
+    assert result == (
+        "RESULT True True ['finetune.models.dropout', 'torch.nn.modules.dropout'] finetune.models.dropout"
+    )

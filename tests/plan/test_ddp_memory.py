@@ -12,9 +12,9 @@ import torch
 from measured import peaks
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoConfig, TrainingArguments
+from transformers import TrainingArguments
 
-from finetune.measure.models import AUTO, samples
+from finetune.measure.models import build, samples
 from finetune.plan.engines.resident import Plain, Weights
 from finetune.plan.families.parts import CAUSAL
 from finetune.plan.forward import build_tape
@@ -27,9 +27,17 @@ from finetune.plan.zero import Zero
 from finetune.training.trainer import FinetuneTrainer
 
 ROWS, TOKENS = 4, 64
-SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "intermediate_size": 96, "vocab_size": 300, "max_position_embeddings": 128, "pad_token_id": 0}  # fmt: skip
-CONFIG: dict[str, Any] = {"model_type": "llama", **SIZES}
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 300,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +50,7 @@ def alone() -> Iterator[None]:
 def wrapped(folder: Path) -> tuple[Any, DistributedDataParallel]:
     """A model, and the same as the Trainer wraps it on several ranks."""
     torch.manual_seed(0)
-    model = AUTO[CAUSAL].from_config(AutoConfig.for_model("llama", **SIZES)).train()
+    model = build(CONFIG, CAUSAL, "sdpa").train()
     args = TrainingArguments(str(folder), report_to=[], use_cpu=True, ddp_find_unused_parameters=False)
     trainer = FinetuneTrainer(model=model, args=args)
     return model, DistributedDataParallel(model, **trainer.accelerator.ddp_handler.to_kwargs())
@@ -74,7 +82,7 @@ def planned_bytes(accumulation: int) -> int:
     for micro in range(accumulation):
         engine.begin(ledger, micro == 0, micro == accumulation - 1)
         tape = build_tape(model, Batch(ROWS, TOKENS), Numbers(FP32_BYTES, "cpu"))
-        one = Pass(tape, ledger, engine, engine.gradient_bytes)
+        one = Pass(tape, ledger, engine)
         one.forward()
         one.backward()
         engine.end(ledger)

@@ -91,7 +91,7 @@ def test_every_machine_is_plausible(name: str) -> None:
     machine = find_machine(name)
     assert 0.4 <= min(machine.gemm_efficiency.values()) <= max(machine.gemm_efficiency.values()) < 1
     assert 0.65 <= machine.memory_efficiency <= 0.95
-    assert 5e-6 <= machine.launch_seconds <= 26e-6
+    assert 5e-6 <= machine.launch_seconds <= 37e-6  # the longest that a source of theirs measured
     assert machine.inter_node.bandwidth_bytes_per_second < machine.intra_node.bandwidth_bytes_per_second
     assert machine.inter_node.latency_seconds > machine.intra_node.latency_seconds
     assert machine.nvme.bandwidth_write < machine.nvme.bandwidth_read <= 50e9

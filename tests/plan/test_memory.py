@@ -21,6 +21,7 @@ from finetune.plan.named import find_model_config
 from finetune.plan.notes import notes
 from finetune.plan.optimizers import Optimizer
 from finetune.plan.plan import copied_bytes, plan
+from finetune.plan.values import Lora
 from finetune.plan.zero import read_zero
 from finetune.run.launch import Launch
 from finetune.run.recipes.causal_lm import CAUSAL_LM
@@ -213,6 +214,18 @@ def test_a_checkpoint_that_is_written_beside_the_training_is_held_a_second_time_
     assert plan(replace(beside, saves_beside_from=written + 1), V100).host_bytes == plan(base, V100).host_bytes
     two_nodes = [plan(replace(one, world_size=16), V100).host_bytes for one in (base, beside)]
     assert two_nodes[1] - two_nodes[0] == base.weight_bytes * elements + (12 * elements + counters) // 2
+    unsharded = replace(beside, world_size=16, zero=replace(base.zero, stage=0))
+    assert copied_bytes(unsharded) == held, "without ZeRO the first rank has all states"
+
+
+def test_a_copy_has_the_weights_that_are_frozen_but_not_those_under_an_adapter() -> None:
+    whole = replace(job("gpt2", 0, 2, 64), engine=TRAINER, optimizer=Optimizer("adam"))
+    first, *others = whole.model.tensors
+    tower = replace(whole.model, tensors=(replace(first, trains=False), *others))
+    still, counter = replace(whole, model=tower), 4
+    assert copied_bytes(whole) - copied_bytes(still) == 8 * first.elements + counter, "its states alone"
+    under = replace(still, model=replace(tower, lora=Lora(8, ())))
+    assert copied_bytes(still) - copied_bytes(under) == whole.weight_bytes * first.elements
 
 
 def test_a_copy_has_states_as_precise_as_the_weights_that_are_trained() -> None:

@@ -148,7 +148,9 @@ def test_weights_that_cannot_be_trained_are_refused_with_the_model_that_can(give
 
 
 def test_an_entry_says_what_a_plan_of_it_leaves_out() -> None:
-    assert "without the vision tower" in find_model("google/gemma-3-12b-pt").notes[0]
+    tower = find_model("google/gemma-3-12b-pt").notes[0]
+    assert "without the vision tower" in tower
+    assert "give the model's folder to plan both" in tower
     assert "MXFP4" in find_model("gpt-oss-120b").notes[0]
     assert "FP8" in find_model("DeepSeek-R1").notes[0]
     assert find_model("google/gemma-3-1b-pt").notes == ()

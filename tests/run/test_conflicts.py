@@ -12,6 +12,7 @@ from finetune.entry.main import resolve_here
 from finetune.errors import RequestError
 from finetune.run.conflicts import ATTENTIONS
 from finetune.run.launch import Launch
+from finetune.run.output_dir import check_output_dir
 from finetune.run.paths import missing_inputs
 from finetune.run.recipe import Recipe
 from finetune.run.recipes.causal_lm import CAUSAL_LM
@@ -249,6 +250,31 @@ def test_a_folder_in_use_hides_no_mistake(tmp_path: Path) -> None:
     words = ["--output_dir", str(tmp_path), "--deepspeed", str(tmp_path / "d.json"), "--bf16", "True"]
     with pytest.raises(RequestError, match="bf16"):
         resolve_here(SEQ_CLS, words, Launch())
+
+
+@pytest.mark.parametrize(
+    ("entries", "mend"),
+    [
+        (["note.txt"], "files or folders. Give another folder."),
+        (["checkpoint-2"], "files or folders. Continue it with --resume auto, or give another folder."),
+        (["recipe.yaml"], "It has no checkpoint: start it again with --resume allow, delete it with"),
+        (["recipe.yaml", "checkpoint-2"], "Continue it with --resume auto, delete it with --overwrite_output_dir True"),
+    ],
+    ids=["foreign files", "a checkpoint alone", "a run without a checkpoint", "a run"],
+)
+def test_a_folder_is_told_only_what_it_is_then_taken_with(entries: list[str], mend: str, tmp_path: Path) -> None:
+    for name in entries:
+        (tmp_path / name).mkdir()
+    words = ["--output_dir", str(tmp_path)]
+    with pytest.raises(RequestError) as refused:
+        check_output_dir(resolve(SEQ_CLS, words, Launch()))
+    assert mend in str(refused.value)
+    deleting = resolve(SEQ_CLS, [*words, "--overwrite_output_dir", "True"], Launch())
+    if "delete it" in mend:
+        check_output_dir(deleting)
+        return
+    with pytest.raises(RequestError, match="it is not deleted"):
+        check_output_dir(deleting)
 
 
 def test_a_yaml_merge_is_refused_by_line(tmp_path: Path) -> None:

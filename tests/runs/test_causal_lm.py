@@ -537,3 +537,24 @@ def test_every_shipped_yaml_runs(path: Path, base: Path, uneven: dict[str, Any],
         values |= {"bpe_vocab_size": 300} if "tokenizer: bpe" in path.read_text() else {}
     run = launch("python", tmp_path / "run", values, recipe=RECIPE)
     assert len(run.steps) == 2
+
+
+def test_a_tower_is_said_once_to_stay_frozen_and_keeps_its_weights(uneven: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText, LlavaConfig, LlavaForConditionalGeneration
+
+    from finetune.data.tokenizer import train_text_tokenizer
+    from finetune.models.composite import unread
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    text = {"model_type": "llama", **sizes, "vocab_size": 300, "max_position_embeddings": 64}
+    vision = {"model_type": "clip_vision_model", **sizes, "image_size": 16, "patch_size": 8}
+    before = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision))
+    before.save_pretrained(tmp_path / "llava")
+    train_text_tokenizer("byte", [], 300, 64, with_end=True).save_pretrained(tmp_path / "llava")
+    run = train("python", tmp_path / "run", {**uneven, "model_name_or_path": tmp_path / "llava", "max_steps": 2})
+    count = sum(weight.numel() for weight in unread(before).values())
+    said = f"\n{count:,} parameters that no text reaches (such as a vision tower's) stay frozen\n"
+    assert run.output.count(said) == 1
+    after = AutoModelForImageTextToText.from_pretrained(run.folder).state_dict()
+    same = {name for name, weight in before.state_dict().items() if torch.equal(weight, after[name])}
+    assert same & dict(before.named_parameters()).keys() == unread(before).keys()

@@ -259,7 +259,7 @@ def test_the_best_are_run_and_the_winner_is_written(model: str, tmp_path: Path) 
     assert len(measured) == 2
     first = re.search(r"^1 .*", said, re.MULTILINE)  # of the table, which is by what was measured
     assert first
-    assert f"{max(measured):.4g}" in first[0]
+    assert float(first[0].split()[-2]) == pytest.approx(max(measured), abs=0.51)  # the table rounds
     assert json.loads(path.read_text())["zero_optimization"]["stage"] in (1, 2)
 
 

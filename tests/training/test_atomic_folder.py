@@ -126,7 +126,7 @@ def test_all_of_it_is_on_the_disk_before_it_has_its_name_and_its_name_before_the
     with AtomicFolder(tmp_path / "checkpoint-4", replace(ABOUT, identity=identity)) as folder:
         write(folder, "one")
     inside = "unfinished-checkpoint-4/checkpoint-4"
-    records = [] if identity is None else [f"{inside}/{IDENTITY}.unfinished", inside]
+    records = [] if identity is None else [f"{inside}/{IDENTITY}"]
     names = [flushed.name for flushed in flushes]
     assert sorted(names[:2]) == [f"{inside}/global_step4/shard.pt", f"{inside}/model.safetensors"]
     folders = [f"{inside}/global_step4", inside]

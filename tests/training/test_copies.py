@@ -172,6 +172,11 @@ def test_no_form_is_learnt_of_what_was_changed_on_its_way(written: dict[str, Any
     assert learned.of(weights, b"") is None
 
 
+def test_no_form_is_learnt_of_a_model_without_weights(tmp_path: Path) -> None:
+    save_file({}, tmp_path / "model.safetensors")
+    assert Learned().look(tmp_path, {}, b"") == "its state dict is empty"
+
+
 def test_weights_in_a_storage_that_they_fill_are_copied_once_for_all_files(memory: Memory) -> None:
     flat, large = torch.arange(2000.0), torch.arange(2000.0)
     weights = {"a": flat[:990].view(99, 10), "b": flat[990:1990], "part": large[:10], "turned": torch.ones(3, 4).t()}

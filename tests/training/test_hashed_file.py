@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import pickle
 import random
 import stat
 from pathlib import Path
@@ -32,10 +33,10 @@ def disk() -> Disk:
 
 
 def put(path: Path, content: bytes, disk: Disk, cut: int = 10**9) -> Any:
-    file = HashedFile(path, disk)
-    for begin in range(0, len(content), cut):
-        assert file.write(content[begin : begin + cut]) == len(content[begin : begin + cut])
-    return file.closed()
+    with HashedFile(path, disk) as file:
+        for begin in range(0, len(content), cut):
+            assert file.write(content[begin : begin + cut]) == len(content[begin : begin + cut])
+        return file.closed()
 
 
 @pytest.mark.parametrize("size", [0, 1, BLOCK_BYTES, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 9 * CHUNK + 5])
@@ -80,9 +81,10 @@ def is_direct_here(folder: Path) -> bool:
     return True
 
 
+@pytest.mark.parametrize("answer", [errno.EINVAL, errno.EOPNOTSUPP])
 @pytest.mark.parametrize("refuses", ["open", "pwrite"])
 def test_a_file_system_without_such_writes_gets_the_others(
-    refuses: str, disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    refuses: str, answer: int, disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, refused = getattr(os, refuses), []
 
@@ -90,7 +92,7 @@ def test_a_file_system_without_such_writes_gets_the_others(
         flags = more[0] if refuses == "open" else fcntl.fcntl(one, fcntl.F_GETFL)
         if flags & DIRECT:
             refused.append(one)
-            raise OSError(errno.EINVAL, "Invalid argument")
+            raise OSError(answer, os.strerror(answer))
         return real(one, *more)
 
     monkeypatch.setattr(os, refuses, stubborn)
@@ -123,6 +125,14 @@ def test_a_full_disk_is_an_error_of_its_file_alone(disk: Disk, tmp_path: Path, m
     assert put(tmp_path / "next", bytes(5 * CHUNK), disk).result() == record_of(tmp_path / "next")
 
 
+def test_a_disk_that_takes_nothing_is_an_error(disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([0])  # a second call would fail
+    monkeypatch.setattr(os, "pwrite", lambda *_: next(answers))
+    with pytest.raises(OSError, match="the disk takes nothing of 5 bytes at 0") as error:
+        put(tmp_path / "file", bytes(5), disk).result()
+    assert error.value.errno == errno.EIO
+
+
 @pytest.mark.parametrize("mode", [0o755, 0o700])
 def test_it_is_as_readable_as_its_folder(mode: int, disk: Disk, tmp_path: Path) -> None:
     (folder := tmp_path / "folder").mkdir()
@@ -134,9 +144,29 @@ def test_it_is_as_readable_as_its_folder(mode: int, disk: Disk, tmp_path: Path) 
 @pytest.mark.parametrize("is_zip", [True, False])
 def test_torch_opens_what_it_has_saved_there(is_zip: bool, disk: Disk, tmp_path: Path) -> None:
     states: dict[str, Any] = {"many": torch.arange(10_000), "few": torch.ones(2), "word": "text"}
-    file = HashedFile(tmp_path / "file.pt", disk)
-    torch.save(states, file, _use_new_zipfile_serialization=is_zip)
-    assert file.closed().result() == record_of(tmp_path / "file.pt")
+    with HashedFile(tmp_path / "file.pt", disk) as file:
+        torch.save(states, file, _use_new_zipfile_serialization=is_zip)
+        record = file.closed()
+    assert record.result() == record_of(tmp_path / "file.pt")
     found = torch.load(tmp_path / "file.pt", weights_only=True)
     assert found["word"] == "text"
     assert all(torch.equal(found[name], states[name]) for name in ("many", "few"))
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_file_that_torch_cannot_save_takes_neither_handle_nor_memory_with_it(
+    is_zip: bool, disk: Disk, tmp_path: Path
+) -> None:
+    states = {"many": torch.arange(10_000), "none": lambda: None}  # pickle refuses it
+    chunks = len(disk.chunks)
+    for number in range(chunks + 1):
+        with (
+            pytest.raises((pickle.PicklingError, AttributeError), match="lambda"),
+            HashedFile(tmp_path / str(number), disk) as file,
+        ):
+            torch.save(states, file, _use_new_zipfile_serialization=is_zip)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(file.handle)
+    assert len(disk.chunks) == chunks
+    content = bytes(5 * CHUNK)
+    assert put(tmp_path / "next", content, disk).result() == record_of(tmp_path / "next")

@@ -207,6 +207,9 @@ def test_a_changed_flag_is_refused_by_its_source_before_anything_is_imported(tmp
 # The state
 
 
+WINDOW = {"tokens": [[3, 0], [1, 2]], "losses": [1.5, 2.0], "steps": 2}  # of a mixture of experts
+
+
 @pytest.mark.parametrize(
     ("state", "said"),
     [
@@ -272,6 +275,10 @@ def test_a_changed_flag_is_refused_by_its_source_before_anything_is_imported(tmp
             "lists of 4 numbers",
         ),
         ({"stateful_callbacks": {"A": {"attributes": {"kept_of_sources": [1.0]}}}}, "lists of 4 numbers"),
+        ({"stateful_callbacks": {"A": {"attributes": {"kept_of_experts": {}}}}}, None),
+        ({"stateful_callbacks": {"A": {"attributes": {"kept_of_experts": WINDOW}}}}, None),
+        ({"stateful_callbacks": {"A": {"attributes": {"kept_of_experts": {**WINDOW, "losses": []}}}}}, "a table"),
+        ({"stateful_callbacks": {"A": {"attributes": {"kept_of_experts": {**WINDOW, "tokens": [[1], 2]}}}}}, "a table"),
         ({"stateful_callbacks": {"A": {"attributes": {"early_stopping_patience_counter": -1}}}}, "patience_counter is"),
     ],
     ids=lambda one: str(one)[:60],

@@ -8,8 +8,10 @@ import os
 import resource
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,6 +148,19 @@ def test_what_cannot_be_copied_is_saved_at_once_and_the_run_says_so_once(
     assert [problems(path, hashes=True) for path in checkpoints_in(tmp_path)] == [[], [], []]
 
 
+def test_what_another_rank_has_to_save_at_once_is_said_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def with_another(own: Any) -> list[Any]:
+        return [own, ([], "states.pt of rank 1.")] if isinstance(own, tuple) else [own]
+
+    monkeypatch.setattr(saves, "every", with_another)
+    train(tmp_path, "on")
+    said = capfd.readouterr().out
+    assert said.count("training waits while a save writes states.pt of rank 1. This is said once.") == 1
+    assert problems(tmp_path / "checkpoint-4", hashes=True) == []
+
+
 def test_a_writer_that_is_killed_is_told_of_at_the_step_and_ends_the_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,6 +203,25 @@ def test_a_run_that_the_nan_guard_ends_has_the_checkpoint_that_was_being_written
         train(tmp_path, "on", spoil, on_nan="stop")
     assert [path.name for path in checkpoints_in(tmp_path)] == ["checkpoint-2"]
     assert problems(tmp_path / "checkpoint-2", hashes=True) == []
+
+
+def test_a_save_that_fails_before_it_is_handed_over_everywhere_ends_the_run_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = beside.Writer.hand_over
+
+    def failing_elsewhere(writer: beside.Writer, job: Any) -> None:
+        own(writer, job)
+        raise OSError("of another rank")
+
+    def no_waiting(seconds: float) -> None:
+        raise AssertionError("it waits for a checkpoint that nobody writes")
+
+    monkeypatch.setattr(beside.Writer, "hand_over", failing_elsewhere)
+    monkeypatch.setattr(beside, "time", SimpleNamespace(monotonic=time.monotonic, sleep=no_waiting))
+    with pytest.raises(RunError, match="checkpoint-2 could not be saved: of another rank"):
+        train(tmp_path, "on")
+    assert checkpoints_in(tmp_path) == []
 
 
 @pytest.mark.nightly

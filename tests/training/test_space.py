@@ -65,6 +65,8 @@ def test_each_layout_writes_what_it_has(trainer: Any, zero_stage: int | None, by
     [
         pytest.param({}, None, 1, 4 + 8, id="DDP"),
         pytest.param({}, None, 2, 4 + 8, id="DDP: rank 0 copies all"),
+        pytest.param({}, 0, 2, 4 + 4 + 8, id="ZeRO-0 on two hosts: rank 0 copies all"),
+        pytest.param({}, 1, 2, 4 + (4 + 8) / 2, id="ZeRO-1 on two hosts: half of the states"),
         pytest.param({}, 2, 1, 4 + 4 + 8, id="ZeRO-2: weights once, though two files need them"),
         pytest.param({}, 3, 1, 4 + 4 + 8, id="ZeRO-3"),
         pytest.param({}, 2, 2, 4 + (4 + 8) / 2, id="ZeRO-2 on two hosts: half of the states"),
@@ -102,11 +104,8 @@ def test_too_little_room_is_said_with_both_numbers_and_the_mends(tmp_path: Path)
         check_space(tmp_path / "run", free + 100 * 2**30, "step 4")
     said = str(error.value)
     assert said.startswith(f"step 4: a checkpoint needs about {(free + 100 * 2**30) / 2**20:,.0f}"[:45])
-    for mend in ("--save_total_limit", "--save_only_model", "--output_dir", "start again with --resume allow"):
+    for mend in ("--save_total_limit", "--save_only_model", "--output_dir", "; then --resume allow."):
         assert mend in said
-    (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
-    with pytest.raises(RunError, match="; then --resume auto"):
-        check_space(tmp_path / "run", free + 100 * 2**30, "step 4")
 
 
 @pytest.mark.parametrize(("free", "fits"), [(1000, True), (999, False), (500, False), (0, False)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import distributed
 
+from finetune.errors import InterruptedRunError
 from finetune.training.interruption import StopOnSignal, _Ballot, deaf_to_sigterm
 
 
@@ -50,6 +52,24 @@ def test_a_worker_of_a_data_loader_outlives_sigterm() -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert told == [3]
+
+
+def test_the_end_of_the_grace_says_how_to_go_on_without_a_look_at_the_disk(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def hangs(*_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    stop, ended = StopOnSignal(3.0), list[int]()
+    stop.received = signal.SIGTERM
+    with monkeypatch.context() as on_a_bad_disk:
+        for look in ("scandir", "listdir", "stat"):
+            on_a_bad_disk.setattr(os, look, hangs)
+        on_a_bad_disk.setattr(os, "_exit", ended.append)
+        stop._give_up()
+    assert ended == [InterruptedRunError.exit_status]
+    said = "stopped by SIGTERM, but not all ranks had saved within --stop_grace 3 seconds. To continue: --resume allow."
+    assert said in capsys.readouterr().err
 
 
 def test_a_signal_while_the_main_thread_begins_another_blocks_nothing_and_the_grace_ends(

@@ -32,9 +32,8 @@ class Handed(Protocol):
     def begin(self, place: Path) -> None:
         """Called before the ranks begin to write."""
 
-    @property
-    def names(self) -> list[str]:
-        """The files of this rank that it will write later."""
+    def later(self) -> set[str]:
+        """The files, of all ranks, that it will write. All ranks call it."""
 
     def hand_over(self, sizes: dict[str, int]) -> None:
         """Describe the remaining work; `sizes` are those of this rank's share of the files already written."""
@@ -69,7 +68,8 @@ class AtomicFolder:
         with explained(self.place):
             if error is not None:
                 raise error
-            later = {name for names in every(self.beside.names if self.beside else []) for name in names}
+            # Both are collective: rank 0 looks at the files after all ranks have written theirs.
+            later = self.beside.later() if self.beside is not None else together(set[str])
             sizes = by_first(lambda: self._sizes(later))
             names = shares(sizes, ranks())[rank()]
             if self.beside is not None:

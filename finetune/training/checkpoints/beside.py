@@ -52,6 +52,7 @@ class Writer:
         self.reports: list[Report] = []  # on the current job
         self.commits = False  # whether this process renames the checkpoint into place
         self.message: tuple[Any, ...] = ()  # what it is sent for the current job
+        self.sent = False  # whether it was: if another rank fails before, it never is
         self.start()
 
     def start(self) -> None:
@@ -71,6 +72,7 @@ class Writer:
         self.memory.clear()
         self.storages = Storages(self.memory)
         self.folder, self.outer, self.copies, self.reports = folder_of(place), outer_of(place), [], []
+        self.sent = False
 
     @property
     def names(self) -> list[str]:
@@ -146,6 +148,7 @@ class Writer:
 
     def go(self) -> None:
         """Let the process begin what was handed over. If it has died, `look` says so."""
+        self.sent = True
         with suppress(OSError):
             self.connection.send(self.message)
 
@@ -184,8 +187,9 @@ class Writer:
         """End the process; with `gives_time`, first let the checkpoint in progress finish. This rank stays alive until
         then, because a launcher ends all ranks when one ends; the wait is limited, because the others may be gone."""
         end = math.inf
-        while gives_time and self.folder is None and self.look() is None and time.monotonic() < end:
-            if self.outer is None or (self.is_done() and not self.outer.exists()):
+        while gives_time and self.sent and self.look() is None and time.monotonic() < end:
+            assert self.outer is not None
+            if self.is_done() and not self.outer.exists():
                 break
             if self.reports and end == math.inf:
                 end = time.monotonic() + ENDING_SECONDS

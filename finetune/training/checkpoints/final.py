@@ -15,7 +15,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from finetune.errors import FinetuneError, RunError, first_line
-from finetune.run.output_dir import how_to_go_on
 from finetune.training.checkpoints.atomic_folder import AtomicFolder
 from finetune.training.checkpoints.manifest import CHECKPOINT, FileRecord, checkpoints_in, hash_of, in_short, shares
 from finetune.training.checkpoints.verifying import verify_together
@@ -114,7 +113,7 @@ def open_final(run_folder: Path, records: Mapping[str, FileRecord], expected: Sh
         state = f"The training state is in {newest}" if newest else "No checkpoint was saved"
         raise RunError(
             f"{run_folder}: the model cannot be opened as it was trained: {in_short(problems)} {state}. Fix that, then "
-            f"{how_to_go_on(run_folder)}; the run saves the model again."
+            "--resume allow; the run saves the model again."
         )
 
 

@@ -25,6 +25,7 @@ PIECE_BYTES = 2**20  # copied, and hashed while it is still in the processor's c
 BLOCK_BYTES = 4096  # O_DIRECT takes whole blocks from aligned memory (open(2))
 FLUSHES = 4  # files that are flushed at the same time: a journal commits them together
 DIRECT = getattr(os, "O_DIRECT", 0)
+NOT_DIRECT = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)  # what file systems without it answer
 
 
 class Disk:
@@ -50,13 +51,24 @@ class Disk:
 
 
 class HashedFile:
-    """A new file for libraries that write to an object. Errors are raised by `closed`: `write` is called from C++."""
+    """A new file for libraries that write to an object, to be used in `with`, and `closed` at its end. Errors of the
+    disk are raised by the record that it returns: `write` is called from C++."""
 
     def __init__(self, path: Path, disk: Disk) -> None:
         self.handle = _create(path)
         self.disk, self.digest = disk, xxhash.xxh3_128()
         self.chunk, self.filled, self.size = disk.chunk(), 0, 0
         self.sent: list[Future[None]] = []
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """If the library has failed, the disk gets its chunk back, and the handle is closed."""
+        if kind is not None:
+            self.disk.chunks.appendleft((self.chunk, None))
+            wait(self.sent)
+            os.close(self.handle)
 
     def write(self, content: Any) -> int:
         whole = memoryview(content)
@@ -99,7 +111,7 @@ def _create(path: Path) -> int:
     try:
         handle = os.open(path, flags | DIRECT)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in NOT_DIRECT:
             raise
         handle = os.open(path, flags)
     with suppress(OSError):  # some file systems have no modes
@@ -116,8 +128,10 @@ def _write(handle: int, content: memoryview, offset: int) -> None:
         try:
             count = os.pwrite(handle, content, offset)
         except OSError as error:
-            if error.errno != errno.EINVAL or not flags & DIRECT:
+            if error.errno not in NOT_DIRECT or not flags & DIRECT:
                 raise
             fcntl.fcntl(handle, fcntl.F_SETFL, flags & ~DIRECT)  # the file system opens such files, and cannot write
             continue
+        if count == 0:
+            raise OSError(errno.EIO, f"the disk takes nothing of {len(content):,} bytes at {offset:,}")
         content, offset = content[count:], offset + count

@@ -40,7 +40,9 @@ class Learned:
         files, every = sorted(folder.glob("*.safetensors")), list(folder.iterdir())
         if settings is None:
             return None
-        if not weights or len(files) != 1:
+        if not weights:
+            return "its state dict is empty"
+        if len(files) != 1:
             return f"it is saved in {len(files)} weights files"
         if not all(path.is_file() for path in every):
             return "it is saved with other models"

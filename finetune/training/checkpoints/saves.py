@@ -106,6 +106,7 @@ class SavesBeside(TrainerCallback):
         self.writer: Writer | None = None  # None if saves are synchronous
         self.about: About | None = None
         self.place: Path | None = None  # of the checkpoint in progress
+        self.early: str | None = None  # what some rank had to write at once, and why
         self.said: set[str] = set()
 
     def choose(self, asked: str) -> None:
@@ -134,9 +135,11 @@ class SavesBeside(TrainerCallback):
         self.place = place
         self.writer.begin(place)
 
-    @property
-    def names(self) -> list[str]:
-        return self.writer.names if self.writer is not None else []
+    def later(self) -> set[str]:
+        assert self.writer is not None
+        told = every((self.writer.names, self.writer.early))
+        self.early = next((early for _, early in told if early), None)
+        return {name for names, _ in told for name in names}
 
     def hand_over(self, sizes: dict[str, int]) -> None:
         assert self.writer is not None
@@ -153,9 +156,9 @@ class SavesBeside(TrainerCallback):
     def go(self) -> None:
         assert self.writer is not None
         self.writer.go()
-        if self.writer.early and "early" not in self.said:
+        if self.early and "early" not in self.said:
             self.said.add("early")
-            self._say(f"note: --async_save: training waits while a save writes {self.writer.early} This is said once.")
+            self._say(f"note: --async_save: training waits while a save writes {self.early} This is said once.")
 
     def finish(self, because: str = "") -> None:
         """Wait until the checkpoint in progress is in place. Raises RunError on all ranks if one could not write."""

@@ -11,7 +11,6 @@ import psutil
 
 from finetune.errors import RunError
 from finetune.host.hardware import memory_granted
-from finetune.run.output_dir import how_to_go_on
 from finetune.training.checkpoints.writing import by_first
 
 FP32_BYTES = 4
@@ -52,7 +51,7 @@ def _weights_bytes(trainer: Any) -> int:
 
 def copied_bytes(trainer: Any, size: int, zero_stage: int | None) -> int:
     """Of a checkpoint of `size` bytes, about how many the ranks of the busiest host copy: rank 0 the weights, once even
-    if two files need them, and each rank its part of DeepSpeed's optimizer states. Without DeepSpeed rank 0 copies all,
+    if two files need them, and from ZeRO-1 each rank its part of the optimizer states. Without ZeRO rank 0 copies all,
     but FSDP writes its own files at once."""
     weights = min(size, _weights_bytes(trainer))
     if trainer.is_fsdp_enabled:
@@ -60,7 +59,7 @@ def copied_bytes(trainer: Any, size: int, zero_stage: int | None) -> int:
     if zero_stage is None or trainer.args.save_only_model:
         return size
     ranks = int(trainer.args.world_size)
-    hosts = max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    hosts = max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))) if zero_stage else 1
     states = max(0, size - (weights if zero_stage == 3 else 2 * weights))
     return weights + states // hosts
 
@@ -106,5 +105,5 @@ def _check(run_folder: Path, needed: int, when: str) -> None:
         f"{when}: a checkpoint needs about {needed / 2**20:,.0f} MiB, but the disk of {run_folder} has "
         f"{free / 2**20:,.0f} MiB free. Nothing was written, and earlier checkpoints are whole. Make room, keep "
         "fewer with --save_total_limit, save without the optimizer with --save_only_model True, or give another "
-        f"--output_dir; then {how_to_go_on(run_folder)}."
+        "--output_dir; then --resume allow."
     )

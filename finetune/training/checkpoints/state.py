@@ -38,6 +38,16 @@ def _is_sums(value: Any) -> bool:
     return all(isinstance(one, list) and len(one) == SUMS and {*map(type, one)} == {float} for one in lists)
 
 
+def _is_window(value: Any) -> bool:
+    """What finetune.models.experts.Experts.noted returns."""
+    if not isinstance(value, dict) or not value:
+        return value == {}
+    tokens, losses = value.get("tokens"), value.get("losses")
+    is_table = isinstance(tokens, list) and all(isinstance(row, list) and all(map(_is_count, row)) for row in tokens)
+    has_losses = isinstance(losses, list) and bool(losses) and all(map(_is_number, losses))
+    return is_table and has_losses and len({len(row) for row in tokens or ()}) == 1 and _is_count(value.get("steps"))
+
+
 Rule = tuple[Callable[[Any], bool], str]
 COUNT: Rule = (_is_count, "a whole number from 0 on")
 FROM_ZERO: Rule = (lambda value: value is None or _is_number(value, 0), "a number from 0 on, or null")
@@ -61,6 +71,7 @@ OF_CALLBACKS: dict[str, Rule] = {
     "sums": (lambda value: isinstance(value, list) and all(map(_is_number, value)), "a list of numbers"),
     "total": (_is_number, "a number"),
     "kept_of_sources": (_is_sums, f"an object of lists of {SUMS} numbers"),
+    "kept_of_experts": (_is_window, "an object of a table of tokens, losses and steps"),
     "early_stopping_patience_counter": (lambda value: _is_number(value, 0), "a number from 0 on"),
 }
 

@@ -78,12 +78,12 @@ class Copy:
         path.parent.mkdir(parents=True, exist_ok=True)
         if self.metadata is not None:
             return self._write_weights(path, memory, target)
-        file = HashedFile(path, target.disk)
-        if self.is_file:
-            file.write(self.content)
-        else:
-            torch.save(restored(self.content, memory), file, _use_new_zipfile_serialization=self.is_zip)
-        return file.closed()
+        with HashedFile(path, target.disk) as file:
+            if self.is_file:
+                file.write(self.content)
+            else:
+                torch.save(restored(self.content, memory), file, _use_new_zipfile_serialization=self.is_zip)
+            return file.closed()
 
     def _write_weights(self, path: Path, memory: Memory, target: Target) -> Future[FileRecord]:
         """safetensors writes the first file of a form, slower than the disk: it copies through mapped memory."""
@@ -93,11 +93,11 @@ class Copy:
             save_file(restored_weights(self.content, memory), path, self.metadata)
             target.headers[self.name] = Header.of(path, form)
             return target.disk.flushes.submit(record_of, path, to_disk=True)
-        file = HashedFile(path, target.disk)
-        file.write(header.bytes)
-        for place, size, *_ in map(self.content.__getitem__, header.names):
-            file.write(memory.at(place, size).numpy())
-        return file.closed()
+        with HashedFile(path, target.disk) as file:
+            file.write(header.bytes)
+            for place, size, *_ in map(self.content.__getitem__, header.names):
+                file.write(memory.at(place, size).numpy())
+            return file.closed()
 
 
 @dataclass(frozen=True)

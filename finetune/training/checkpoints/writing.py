@@ -19,7 +19,6 @@ from torch import distributed
 
 from finetune.errors import FinetuneError, RunError, first_line
 from finetune.run.files import DELETING, IDENTITY, REPLACED, UNFINISHED
-from finetune.run.output_dir import how_to_go_on
 from finetune.training.checkpoints.identity import Identity
 from finetune.training.checkpoints.manifest import (
     FileRecord,
@@ -67,7 +66,7 @@ def explained(place: Path) -> Iterator[None]:
             raise
         raise RunError(
             f"{place} could not be saved: {first_line(error)}. Earlier checkpoints are whole. Fix that, then "
-            f"{how_to_go_on(place.parent)}."
+            "--resume allow."
         ) from error
 
 
@@ -78,7 +77,7 @@ def record_on_disk(folder: Path, name: str, size: int, rank: int) -> FileRecord:
         raise RunError(
             f"{folder / name}: rank 0 sees {size:,} bytes, but rank {rank} reads {record.bytes:,}. Something "
             "else writes there, or the hosts do not see the same disk. Earlier checkpoints are whole; fix that, "
-            f"then {how_to_go_on(folder.parent.parent)}."
+            "then --resume allow."
         )
     return record
 

@@ -21,7 +21,6 @@ from finetune.data.packing import REAL_TOKENS
 from finetune.data.shares import WHOLE_POSITIONS
 from finetune.errors import RequestError, RunError, first_line
 from finetune.run.flags.guards import GuardArguments
-from finetune.run.output_dir import how_to_go_on
 from finetune.training.checkpoints.manifest import checkpoints_in, problems
 from finetune.training.checkpoints.writing import by_first, every, leads, rank
 from finetune.training.guards.finder import Found
@@ -219,8 +218,7 @@ class NanGuard(TrainerCallback):
         kept = f"The weights are those of step {state.global_step}. The batch {batch}."
         if policy == "stop":
             raise self._end(
-                f"{said} {kept} docs/faults.md says how to run it alone. To get past it: "
-                f"{how_to_go_on(Path(args.output_dir))}, with --on_nan skip."
+                f"{said} {kept} docs/faults.md says how to run it alone. To get past it: --resume allow --on_nan skip."
             )
         count = len(self.recent)
         if count > limit:

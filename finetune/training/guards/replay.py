@@ -88,13 +88,13 @@ def replay(model: torch.nn.Module, *files: Path) -> list[str]:
         with Finder(model).looking() as finder:
             loss = model(**batch).loss
         found = odd_inputs(batch) or finder.first or finder.backward(loss, parameters=True)
-        lines.append(f"micro-batch {number + 1}: loss {float(loss):g}; {found.what if found else 'all is finite'}")
+        lines.append(
+            f"micro-batch {number + 1}: loss {float(loss.detach()):g}; {found.what if found else 'all is finite'}"
+        )
     return lines
 
 
 def main() -> None:
-    import transformers
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", type=Path, help="the folder _nan/step-N of a run")
     parser.add_argument("checkpoint", type=Path, help="a folder with weights: a checkpoint, or the run folder")
@@ -102,14 +102,27 @@ def main() -> None:
     asked = parser.parse_args()
     try:
         groups = groups_in(asked.step)
+        model = _opened(asked.model_class, asked.checkpoint)
     except RequestError as error:
         parser.error(str(error))
-    import finetune.models.gptlite  # noqa: F401  # registers it with the Auto classes
-
-    model = getattr(transformers, asked.model_class).from_pretrained(asked.checkpoint)
     for files in groups:
         joined = ", the parts of each text joined" if len(files) > 1 else ""
         print(" and ".join(file.stem for file in files) + joined, *replay(model, *files), sep="\n  ")
+
+
+def _opened(model_class: str, checkpoint: Path) -> Any:
+    import transformers
+
+    import finetune.models.gptlite  # noqa: F401  # registers it with the Auto classes
+    from finetune.models.composite import class_for
+
+    kind = getattr(transformers, model_class)
+    if model_class.startswith("Auto") and (checkpoint / transformers.CONFIG_NAME).is_file():  # an adapter has none
+        try:
+            kind = class_for(model_class, transformers.AutoConfig.from_pretrained(checkpoint))
+        except RequestError as error:
+            raise RequestError(f"{checkpoint}: {error}") from error
+    return kind.from_pretrained(checkpoint)
 
 
 def _rank(file: Path) -> int:

@@ -9,6 +9,7 @@ layers; between stages, only activations and their gradients travel.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,16 +83,30 @@ class StageExperts(TrainerCallback):
         """For the log: the figures since the last call. Rank 0 also writes experts.json."""
         if self.mixture is None or not self.steps:
             return {}
-        zeros = torch.zeros(self.mixture.experts, dtype=torch.int64, device=self.trainer.device)
-        layers = list(self.mixture.modules)
-        tokens = torch.stack([self.tokens.get(place, zeros) for place in range(len(layers))])
-        distributed.all_reduce(tokens)
-        tokens = tokens.cpu()
+        layers, tokens = list(self.mixture.modules), self._tokens()
         logs = {"router_loss": self.loss / self.steps} if self.weight else {}
         self.tokens, self.loss, self.steps = {}, 0.0, 0
         if self.trainer.is_world_process_zero() and bool(tokens.any()):
             write_load(Path(self.trainer.args.output_dir), self.trainer.state.global_step, layers, tokens)
         return logs | load_figures(tokens)
+
+    def noted(self, gather: Any, device: Any) -> dict[str, Any]:
+        """For a checkpoint: what `window` would tell now. All ranks must call it."""
+        if self.mixture is None:
+            return {}
+        return {"tokens": self._tokens().tolist(), "losses": [self.loss], "steps": self.steps}
+
+    def restore(self, kept: Mapping[str, Any], rank: int, ranks: int, device: Any) -> None:
+        """Go on from what `noted` returned."""
+        self.loss, self.steps = sum(kept["losses"]), kept["steps"]
+        self.tokens = {} if rank else dict(enumerate(torch.tensor(kept["tokens"], device=device)))
+
+    def _tokens(self) -> torch.Tensor:
+        """Of each layer's experts (layers, E), over all ranks, since the last log."""
+        zeros = torch.zeros(self.mixture.experts, dtype=torch.int64, device=self.trainer.device)
+        tokens = torch.stack([self.tokens.get(place, zeros) for place in range(len(self.mixture.modules))])
+        distributed.all_reduce(tokens)
+        return tokens.cpu()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.mixture is not None and state.is_world_process_zero:

@@ -102,7 +102,7 @@ class PipelineTrainer(EvaluatesOnce):
         self.speed = SpeedMeter(model.multiplied_parameters, launch.world_size)
         self.state, self.control = TrainerState(), TrainerControl()
         self.saves = Saves(self, self.checkpoints)
-        self.stop, self.running_loss = StopOnSignal(self.guards.stop_grace), RunningLoss()
+        self.stop, self.running_loss = StopOnSignal(self.guards.stop_grace), RunningLoss(self.experts)
         self.suspect = PipelineSuspect(self) if self.guards.on_nan != "off" else None
         self.nan_guard = NanGuard(self.guards, self.suspect) if self.suspect else None
         every, module = self._callbacks(callbacks), self.engine.module
