@@ -80,7 +80,6 @@ def record(model: torch.nn.Module, layers: Iterable[torch.nn.Module], head: str,
     hooks = [layer.register_forward_pre_hook(enter) for layer in layers]
     hooks += [layer.register_forward_hook(enter) for layer in layers]
     batch = batch_of(head, sizes, model.config)
-    gc.collect()
     collects = gc.isenabled()
     gc.disable()  # what lies in a reference cycle would live until the collector happens to run
     try:

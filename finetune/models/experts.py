@@ -41,6 +41,11 @@ class Mixture:
     experts: int
     chosen: int
 
+    def table(self, tokens: Mapping[int, torch.Tensor], device: torch.device) -> torch.Tensor:
+        """Counts of each layer's experts (layers, E), from those (E,) of some layers; the others have none."""
+        zeros = torch.zeros(self.experts, dtype=torch.int64, device=device)
+        return torch.stack([tokens.get(place, zeros) for place in range(len(self.modules))])
+
 
 def mixture_of(model: Any) -> Mixture | None:
     """The experts of `model`, as transformers 5 stores them: all of a layer in tensors of three dimensions. None for a
@@ -220,14 +225,14 @@ class Experts:
     ) -> tuple[float | None, torch.Tensor]:
         """Since the last call, over all ranks: the mean loss of a step, without its weight, None without that loss;
         and the tokens of each layer's experts (layers, E). Every rank must call it, with its `device`."""
-        tokens = sum_over_ranks(self._rows(device)).cpu()
+        tokens = sum_over_ranks(self.mixture.table(self.tokens, device)).cpu()
         loss = sum_over_ranks(torch.as_tensor(self.loss, device=device)) if self.weight else None
         steps, self.tokens, self.loss, self.steps = max(self.steps, 1), {}, 0.0, 0
         return None if loss is None else float(loss) / steps, tokens
 
     def noted(self, gather: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> dict[str, Any]:
         """For a checkpoint: what `window` would tell now, with each rank's loss. Every rank must call it."""
-        tokens = gather(self._rows(device)[None]).sum(0)
+        tokens = gather(self.mixture.table(self.tokens, device)[None]).sum(0)
         losses = gather(torch.as_tensor(self.loss, dtype=torch.float64, device=device).reshape(1))
         return {"tokens": tokens.tolist(), "losses": losses.tolist(), "steps": self.steps}
 
@@ -236,10 +241,6 @@ class Experts:
         losses, self.steps = kept["losses"], kept["steps"]
         self.loss = losses[rank] if len(losses) == ranks else sum(losses) / ranks
         self.tokens = {} if rank else dict(enumerate(torch.tensor(kept["tokens"], device=device)))
-
-    def _rows(self, device: torch.device) -> torch.Tensor:
-        zeros = torch.zeros(self.mixture.experts, dtype=torch.int64, device=device)
-        return torch.stack([self.tokens.get(place, zeros) for place in range(len(self.mixture.modules))])
 
     def _before(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         self.is_forward = True

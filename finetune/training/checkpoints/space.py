@@ -11,6 +11,7 @@ import psutil
 
 from finetune.errors import RunError
 from finetune.host.hardware import memory_granted
+from finetune.models.composite import elements
 from finetune.training.checkpoints.writing import by_first
 
 FP32_BYTES = 4
@@ -33,7 +34,7 @@ def trainer_bytes(trainer: Any, zero_stage: int | None) -> int:
     weights = _weights_bytes(trainer)
     if trainer.args.save_only_model:
         return int(MARGIN * weights) + OTHER_BYTES
-    trained = sum(getattr(p, "ds_numel", p.numel()) for p in trainer.model.parameters() if p.requires_grad)
+    trained = elements(p for p in trainer.model.parameters() if p.requires_grad)
     states = trained * states_bytes(str(trainer.args.optim), "momentum" in str(trainer.args.optim_args or ""))
     if zero_stage is not None:
         states += trained * FP32_BYTES
@@ -46,7 +47,7 @@ def trainer_bytes(trainer: Any, zero_stage: int | None) -> int:
 def _weights_bytes(trainer: Any) -> int:
     saves_all = not hasattr(trainer.model, "peft_config")  # adapters are saved alone
     saved = [p for p in trainer.model.parameters() if saves_all or p.requires_grad]
-    return sum(int(getattr(p, "ds_numel", p.numel())) * p.element_size() for p in saved)
+    return sum(elements([p]) * p.element_size() for p in saved)
 
 
 def copied_bytes(trainer: Any, size: int, zero_stage: int | None) -> int:

@@ -103,8 +103,7 @@ class StageExperts(TrainerCallback):
 
     def _tokens(self) -> torch.Tensor:
         """Of each layer's experts (layers, E), over all ranks, since the last log."""
-        zeros = torch.zeros(self.mixture.experts, dtype=torch.int64, device=self.trainer.device)
-        tokens = torch.stack([self.tokens.get(place, zeros) for place in range(len(self.mixture.modules))])
+        tokens: torch.Tensor = self.mixture.table(self.tokens, self.trainer.device)
         distributed.all_reduce(tokens)
         return tokens.cpu()
 
