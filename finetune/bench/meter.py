@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from finetune.measure.memory import Allocations
 from finetune.measure.watch import OBSERVED_STEPS, Watch
+from finetune.models.composite import elements
 from finetune.training.speed import peak_rss_bytes
 
 SAMPLE_SECONDS = 0.002
@@ -38,7 +39,7 @@ class Meter(Watch):
     def follow(self, model: Any) -> None:
         super().follow(model)
         self._model = model
-        self.parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+        self.parameters = elements(model.parameters())
         register_optimizer_step_pre_hook(self._count_kinds)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -65,9 +65,7 @@ ENGINE = (
     *(
         Row(where, PARTITION + name, "read", why, "runtime/zero/partition_parameters.py", "deepspeed.utils tells it")
         for where, name, why in (
-            ("models/multiplied.py", "ds_numel", "the size of a weight that ZeRO-3 has sharded"),
-            ("training/checkpoints/space.py", "ds_numel", "the size of a weight that ZeRO-3 has sharded"),
-            ("bench/meter.py", "ds_numel", "the size of a weight that ZeRO-3 has sharded"),
+            ("models/composite.py", "ds_numel", "the size of a weight that ZeRO-3 has sharded"),
             ("bench/meter.py", "ds_tensor", "the bytes of this rank's shards"),
             (LOADING, "ds_id", "whether ZeRO-3 has sharded a weight"),
             (LOADING, "ds_tensor", "the size of this rank's part, with its padding"),
