@@ -88,7 +88,7 @@ def switched(layouts: dict[str, Any]) -> list[str]:
         "",
         "What each switch is worth in recipes/seq_cls.py (`python benchmarks/switches.py`: MiniLM, 16 rows of 32 "
         "tokens per rank, in the precision that the recipe chooses). Ratios are taken within one round: above 1, the "
-        "step is slower than as shipped.",
+        "step is slower than as shipped. `memory`: runs under ZeRO-2 with rows of 4 to 40 words.",
         "",
         "| layout (load average) | turned off, or changed | rounds | step / as shipped | CPU time / as shipped "
         "| page faults per step | peak memory, MiB |",

@@ -121,7 +121,7 @@ class Tests:
 
 def preload() -> None:
     """Import once whatever our code and tests import from other packages."""
-    os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
+    os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     sys.path.insert(0, str(REPO / "tests"))
     from warm_ranks import USED_LATER
 

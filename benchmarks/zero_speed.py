@@ -131,6 +131,7 @@ def rank(pipe, env: dict, log: Path, steps: int, config: dict, head: str, argv: 
     from finetune.measure.models import build, samples
     from finetune.run.flags.common import RunArguments
     from finetune.training.loss import settle_loss_scaling
+    from finetune.training.runtime import keep_freed_memory
     from finetune.training.start import start
     from finetune.training.trainer import FinetuneTrainer
 
@@ -181,6 +182,8 @@ def rank(pipe, env: dict, log: Path, steps: int, config: dict, head: str, argv: 
             return text.getvalue()
 
     session = start((RunArguments,), {}, argv, scratch_defaults={})
+    if session.training.device.type == "cpu":
+        keep_freed_memory()
     set_seed(session.training.seed)
     model = build(config, head, "sdpa")
     settle_loss_scaling(model, label_per_token=head == "causal_lm")
@@ -240,7 +243,7 @@ SETTINGS = {
     "zero1 as shipped": {"config": "zero1"},
     "reduce_scatter true, DeepSpeed's default": scattered(),
     "that, and use_multi_rank_bucket_allreduce false": scattered(use_multi_rank_bucket_allreduce=False),
-    "pages of 4 KiB": {"config": "zero1", "env": {"THP_MEM_ALLOC_ENABLE": "0"}},
+    "freed memory is not kept": {"config": "zero1", "env": {"MALLOC_ARENA_TEST": "8"}},
     "overlap_comm false": changed(overlap_comm=False),
     "contiguous_gradients false": changed(contiguous_gradients=False),
     "buckets of 5e4, as in the study": changed(reduce_bucket_size=50_000, allgather_bucket_size=50_000),

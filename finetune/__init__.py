@@ -9,17 +9,11 @@ __version__ = "0.2.0"
 
 import importlib
 import logging
-import os
 from typing import Any
 
 # If installed, it is imported with transformers' Trainer, and on a CPU it warns on every rank about a kernel that only
 # 4-bit inference uses (bitsandbytes 0.50, backends/cpu/ops.py).
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-
-# torch requests huge pages for CPU tensors of 2 MiB and more if this is set before the first tensor is created (c10,
-# impl/alloc_cpu.cpp), which importing transformers' Trainer does. Otherwise large tensors that live for one step, such
-# as ZeRO's buckets and a language model's logits, are faulted in 4 KiB at a time (docs/results/zero_speed.md).
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 _FROM_PYTHON = {"train": "finetune.api.training", "check": "finetune.api.checking", "load_run": "finetune.api.run"}
 

@@ -55,9 +55,9 @@ def set_threads(launch: Launch, has_cuda: bool) -> int:
 def keep_freed_memory() -> None:
     """Make glibc's malloc keep the memory of freed tensors for the next step, unless the environment configures it.
 
-    Otherwise, tensors above its threshold go back to the kernel when they are freed, and the kernel clears the pages of
-    the next ones. The threshold grows up to 32 MiB, but not with tensors that are aligned for huge pages: those always
-    lie above it (glibc 2.36, malloc.c, _int_memalign, munmap_chunk).
+    Otherwise, tensors above its threshold, which grows up to 32 MiB, go back to the kernel when they are freed, and the
+    kernel clears the pages of the next ones (glibc 2.36, malloc.c, munmap_chunk). Huge pages, which torch asks for with
+    THP_MEM_ALLOC_ENABLE=1, then gain nothing, and cost memory where lengths vary (docs/results/limit.md).
     """
     given = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(n.startswith("MALLOC_") for n in os.environ)
     if "CS_GNU_LIBC_VERSION" in os.confstr_names and not given:
