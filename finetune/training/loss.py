@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers.modeling_utils import set_zero3_state
 
 from finetune.data.columns import IGNORED, MULTI_LABEL, TOKENS
 from finetune.errors import RequestError
@@ -29,9 +30,10 @@ def honours_num_items_in_batch(model: Any, label_is_float: bool = False, label_p
 
     The count goes to a copy of the model as a tensor that requires a gradient: if the loss depends on it, autograd
     finds a path back. The copy is built from the config on the meta device, where tensors have shapes and a graph but
-    no values, so it takes no memory and works with weights sharded by ZeRO-3. A model whose forward reads values (GPT-2
-    checks for padding) is probed again on the CPU with one layer. `label_per_token` uses labels of shape (B, T) instead
-    of (B,).
+    no values, so it takes no memory and works with weights sharded by ZeRO-3. It must not be sharded itself, as
+    transformers does with the parts of a composite model (modeling_utils.py, _from_config). A model whose forward reads
+    values (GPT-2 checks for padding) is probed again on the CPU with one layer. `label_per_token` uses labels of shape
+    (B, T) instead of (B,).
     """
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -43,7 +45,7 @@ def honours_num_items_in_batch(model: Any, label_is_float: bool = False, label_p
         if device == "cpu":
             shorten(config)
         try:
-            with torch.random.fork_rng(devices=[]), torch.device(device), torch.enable_grad():
+            with torch.random.fork_rng(devices=[]), torch.device(device), torch.enable_grad(), set_zero3_state():
                 twin = type(model)(config)
                 count = torch.ones((), requires_grad=True)
                 labels = torch.ones(shape, dtype=torch.float if label_is_float else torch.long)

@@ -539,7 +539,10 @@ def test_every_shipped_yaml_runs(path: Path, base: Path, uneven: dict[str, Any],
     assert len(run.steps) == 2
 
 
-def test_a_tower_is_said_once_to_stay_frozen_and_keeps_its_weights(uneven: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "config"), [(1, "none"), (2, "zero3")])
+def test_a_tower_is_said_once_to_stay_frozen_and_keeps_its_weights(
+    uneven: dict[str, Any], ranks: int, config: str, tmp_path: Path
+) -> None:
     from transformers import AutoModelForImageTextToText, LlavaConfig, LlavaForConditionalGeneration
 
     from finetune.data.tokenizer import train_text_tokenizer
@@ -551,7 +554,8 @@ def test_a_tower_is_said_once_to_stay_frozen_and_keeps_its_weights(uneven: dict[
     before = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision))
     before.save_pretrained(tmp_path / "llava")
     train_text_tokenizer("byte", [], 300, 64, with_end=True).save_pretrained(tmp_path / "llava")
-    run = train("python", tmp_path / "run", {**uneven, "model_name_or_path": tmp_path / "llava", "max_steps": 2})
+    values = {**uneven, "model_name_or_path": tmp_path / "llava", "max_steps": 2, "deepspeed": config}
+    run = train("torchrun", tmp_path / "run", values, ranks=ranks)
     count = sum(weight.numel() for weight in unread(before).values())
     said = f"\n{count:,} parameters that no text reaches (such as a vision tower's) stay frozen\n"
     assert run.output.count(said) == 1

@@ -9,15 +9,18 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     BertConfig,
     DistilBertConfig,
     GPT2Config,
     LlamaConfig,
+    LlavaConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from finetune.data.columns import MULTI_LABEL, TOKENS
@@ -87,6 +90,17 @@ def test_the_model_is_asked(model: Any, per_token: bool, expected: bool) -> None
     state = torch.get_rng_state()
     assert honours_num_items_in_batch(built, label_per_token=per_token) is expected
     assert torch.equal(torch.get_rng_state(), state), "asking must not move the random numbers of the run"
+
+
+def test_the_parts_of_a_composite_model_are_not_sharded_when_it_is_asked() -> None:
+    text = {"model_type": "llama", **SMALL}
+    vision = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    model = AutoModelForImageTextToText.from_config(LlavaConfig(text_config=text, vision_config=vision))
+    zero3 = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})  # transformers looks at it while it exists
+    assert is_deepspeed_zero3_enabled()
+    assert honours_num_items_in_batch(model, label_per_token=True) is True
+    del zero3
 
 
 class SilentClassifier(HonestClassifier):
