@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 INTERRUPTED = 130  # exit status after Ctrl-C: 128 + SIGINT, the shells' convention
+FULL = "No space left", "quota exceeded"  # what the system says of a full disk or quota
 JOINERS = "\u200c\u200d"  # used within words of Persian and Hindi, and in emoji
 
 
@@ -82,7 +83,7 @@ def disk_is_full(error: BaseException) -> bool:
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
-        if "No space left" in str(cause):  # safetensors and Arrow keep only the text
+        if any(words in str(cause) for words in FULL):  # safetensors and Arrow keep only the text
             return True
         cause = cause.__cause__ or cause.__context__
     return False

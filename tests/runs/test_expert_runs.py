@@ -381,6 +381,33 @@ def test_ranks_that_share_texts_and_experts_go_on_bit_equal_and_at_another_layou
             assert different_weights(run.folder, whole.folder) == []
 
 
+SPREAD: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, ALONE),
+    "two": (2, OVER_TWO),
+    "four": (4, {**OVER_TWO, "per_device_train_batch_size": 1}),
+    "two that accumulate": (2, {**SHARDED, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}),
+    "two that share texts": (2, {**SHARDED, "per_device_train_batch_size": 4, "sequence_parallel_size": 2}),
+}
+
+
+@pytest.mark.nightly
+def test_a_log_spans_a_change_of_ranks_as_if_there_had_been_none(
+    trained: Callable[..., Finished], tmp_path: Path
+) -> None:
+    """One log, of all steps; the checkpoint is between them."""
+    saves = {**PACKED, "max_steps": 4, "logging_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    runs = {name: trained(ranks, **{**layout, **saves}) for name, (ranks, layout) in SPREAD.items()}
+    (whole,) = runs["one rank"].steps
+    for before, after in zip(SPREAD, [*SPREAD][1:] + [*SPREAD][:1], strict=True):
+        folder, (ranks, layout) = shutil.copytree(runs[before].folder, tmp_path / before), SPREAD[after]
+        shutil.rmtree(folder / "checkpoint-4")
+        run = trained(ranks, folder=folder, resume="auto", **{**layout, **saves})
+        (row,) = run.steps
+        for figure in ("step", "loss", "router_loss", "expert_load_max", "experts_idle"):
+            assert row[figure] == pytest.approx(whole[figure], rel=1e-5), (before, after, figure)
+        assert run.json("experts.json") == runs["one rank"].json("experts.json"), (before, after)
+
+
 @pytest.mark.nightly
 def test_experts_of_two_ranks_go_on_over_four_and_back(trained: Callable[..., Finished], tmp_path: Path) -> None:
     saves = {**PACKED, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Finished, gate_has
-from test_pipeline import SHAPE, pipe, train, weights
+from conftest import Finished, gate_has, launch
+from test_pipeline import GLOBAL_BATCH, SHAPE, TINY, TRAINER, pipe, train, weights
 
 from finetune.models.gptlite import GPTLiteForCausalLM
 from finetune.report.run_pictures import load_picture
@@ -115,6 +115,34 @@ def test_a_mixture_goes_on_bitwise_in_its_stages_and_up_to_rounding_in_others(tr
         assert ours.keys() == theirs.keys()
         assert all(torch.allclose(ours[name], theirs[name], rtol=apart, atol=apart) for name in theirs), stages
         assert run.column("router_loss") == pytest.approx(whole.column("router_loss"), rel=1e-6)
+
+
+MOVES = ["two ranks to two stages", "two stages to two ranks", "two stages to one rank", "one rank to two stages"]
+
+
+@pytest.mark.parametrize("move", gate_has(MOVES[0], MOVES))
+def test_a_log_spans_a_move_between_engines_as_if_there_had_been_none(move: str, truth: Any, tmp_path: Path) -> None:
+    """One log, of all steps; the checkpoint is between them."""
+    flags = {"logging_steps": STEPS, "lr_scheduler_type": "constant"}
+    long = {**ROUTED, **flags, "save_strategy": "steps", "save_steps": 2}
+
+    def run(engine: str, folder: Path, **more: Any) -> Finished:
+        if engine == "two stages":
+            return pipe(folder, {**long, **more}, stages=2)
+        ranks = 2 if engine == "two ranks" else 1
+        layout = {"per_device_train_batch_size": GLOBAL_BATCH // ranks, "deepspeed": "none"}
+        launcher = "torchrun" if ranks > 1 else "python"
+        return launch(launcher, folder, {**TINY, **layout, **long, **more}, ranks=ranks, recipe=TRAINER)
+
+    before, after = move.split(" to ")
+    first = run(before, tmp_path / "first", max_steps=2)
+    shutil.copytree(first.folder / "checkpoint-2", tmp_path / "then" / "checkpoint-2")
+    shutil.copy(first.folder / "recipe.yaml", tmp_path / "then")
+    then, expected = run(after, tmp_path / "then", resume="auto"), truth(**flags)
+    (row,), (whole,) = then.steps, expected.steps
+    for name in ("step", "loss", "router_loss", "expert_load_max", "experts_idle"):
+        assert row[name] == pytest.approx(whole[name], rel=1e-5), name
+    assert then.json("experts.json") == expected.json("experts.json")
 
 
 @pytest.mark.parametrize(

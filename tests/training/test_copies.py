@@ -97,6 +97,18 @@ def test_so_are_later_ones_of_their_form_by_the_header_of_the_first(memory: Memo
         assert record == record_of(folder / copy.name)
 
 
+def test_a_folder_that_somebody_has_deleted_is_not_made_again(memory: Memory, tmp_path: Path) -> None:
+    """The next run may have: the folder is then its own."""
+    gone = tmp_path / "unfinished-checkpoint-2" / "checkpoint-2"
+    for copy in (
+        Copy("model.safetensors", copied_weights({"a": torch.ones(2)}.items(), memory), {"format": "pt"}),
+        Copy("optimizer.pt", copied({"a": torch.ones(2)}, Storages(memory))),
+    ):
+        with pytest.raises(Exception, match="No such file or directory"):
+            copy.write(gone, other_side(memory), Target())
+    assert list(tmp_path.iterdir()) == []
+
+
 class Coded(torch.Tensor):
     """As optimizers with states in 8 bits keep them: a tensor around others, with a device of its own."""
 

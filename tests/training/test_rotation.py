@@ -44,8 +44,11 @@ def test_the_best_stays_beside_them(tmp_path: Path) -> None:
 
 
 def test_without_a_limit_all_stay(tmp_path: Path) -> None:
-    run_of(tmp_path, 2, 4).rotate(None, tmp_path / "checkpoint-4", None)
+    keeper = run_of(tmp_path, 2, 4)
+    keeper.trust(tmp_path / "checkpoint-4")
+    keeper.rotate(None, tmp_path / "checkpoint-4", None)
     assert steps_in(tmp_path) == [4, 2]
+    assert keeper.trusted == {}, "each save hands it to another process and back"
 
 
 def test_steps_count_and_not_the_clock(tmp_path: Path) -> None:

@@ -101,7 +101,12 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("I/O error: No space left on device")]
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("I/O error: No space left on device"),
+        RuntimeError(f"rank 1: {OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))}"),
+    ],
 )
 def test_a_full_disk_is_told_from_other_errors(error: Exception, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is full"), explained_disk_errors(tmp_path):

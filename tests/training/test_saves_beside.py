@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import resource
+import shutil
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +27,7 @@ from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.run.flags.guards import GuardArguments
 from finetune.training.checkpoints import beside, saves
 from finetune.training.checkpoints.manifest import checkpoints_in, problems
+from finetune.training.run_folder import explained_disk_errors
 from finetune.training.trainer import FinetuneTrainer
 
 ROWS = [{"input_ids": [i % 7, 1, 2, 3], "labels": [i % 7, 1, 2, 3]} for i in range(16)]
@@ -58,12 +63,12 @@ def train(
     shape = {"vocab_size": 16, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
     args = TrainingArguments(
         str(folder), use_cpu=True, report_to=[], disable_tqdm=True, per_device_train_batch_size=4,
-        save_strategy="steps", save_steps=2, **{"max_steps": 4, **more},
+        **{"save_strategy": "steps", "save_steps": 2, "max_steps": 4, **more},
     )  # fmt: skip
     at_saves = AtSaves(does)
     guards = GuardArguments(hang_timeout=0.0, on_nan=on_nan, stop_grace=0.0, async_save=asked)
     model = GPTLiteForCausalLM(GPTLiteConfig(max_position_embeddings=8, **shape))
-    trainer = kind(model=model, args=args, train_dataset=ROWS, guards=guards, callbacks=[at_saves])
+    trainer = kind(model=model, args=args, train_dataset=ROWS, eval_dataset=ROWS, guards=guards, callbacks=[at_saves])
     at_saves.trainer = trainer
     trainer.train()
     return trainer
@@ -176,6 +181,104 @@ def test_a_writer_that_is_killed_is_told_of_at_the_step_and_ends_the_run(
     assert problems(tmp_path / "checkpoint-2", hashes=True) == []
 
 
+def test_a_writer_that_still_imports_is_deaf_to_the_signals_that_its_group_gets() -> None:
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    writer = beside.Writer()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == blocked, "its rank heeds them"
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        os.kill(writer.process.pid, number)
+    with pytest.raises(subprocess.TimeoutExpired):
+        writer.process.wait(1)
+    writer.close()
+
+
+def test_a_writer_that_is_killed_between_two_saves_is_replaced(tmp_path: Path) -> None:
+    pids: list[int] = []
+
+    def kill(trainer: FinetuneTrainer, step: int) -> None:
+        pids.append(writer_of(trainer).process.pid)
+        if step == 4:
+            while not writer_of(trainer).is_done():
+                time.sleep(0.01)
+            os.kill(pids[-1], signal.SIGKILL)
+            writer_of(trainer).process.wait()
+
+    train(tmp_path, "on", kill, max_steps=8)
+    assert len(set(pids)) == 2
+    assert [path.name for path in checkpoints_in(tmp_path)] == [f"checkpoint-{step}" for step in (8, 6, 4, 2)]
+    assert [problems(path, hashes=True) for path in checkpoints_in(tmp_path)] == [[]] * 4
+
+
+def test_where_no_process_can_be_started_saves_are_synchronous_and_the_run_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refused(name: str) -> int:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    train(tmp_path, "on", max_steps=2)
+    said = capfd.readouterr().out
+    assert "saves stay synchronous, because the process that writes them cannot be started ([Errno 13] " in said
+    assert "while training continues (--async_save" not in said
+    assert problems(tmp_path / "checkpoint-2", hashes=True) == []
+
+
+BEST = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss", "greater_is_better": True}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("values", "kept"),
+    [
+        pytest.param({"save_only_model": True}, [6, 4, 2], id="weights alone"),
+        pytest.param({"save_steps": 1, "save_total_limit": 1}, [6], id="one at each step"),
+        pytest.param({**BEST, "save_total_limit": 1, "load_best_model_at_end": True}, [6, 2], id="the best is older"),
+        pytest.param({**BEST, "save_strategy": "best"}, [2], id="only the best"),
+        pytest.param({"save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2}, [8, 4], id="each epoch"),
+    ],
+)
+def test_the_same_checkpoints_are_kept_as_by_synchronous_saves(
+    values: dict[str, Any], kept: list[int], tmp_path: Path
+) -> None:
+    """In a folder with an odd name, reached through a link."""
+    (tmp_path / "zwei Wörter").mkdir()
+    (tmp_path / "beside").symlink_to("zwei Wörter")
+    for asked in ("off", "on"):
+        train(tmp_path / ("beside" if asked == "on" else "sync"), asked, **{"max_steps": 6, **values})
+    for step in kept:
+        one, other = (tmp_path / name / f"checkpoint-{step}" for name in ("sync", "beside"))
+        assert content_of(one, without=OF_THE_MOMENT) == content_of(other, without=OF_THE_MOMENT)
+        assert problems(other, hashes=True) == []
+    for name in ("sync", "beside"):
+        assert [int(path.name.rpartition("-")[2]) for path in checkpoints_in(tmp_path / name)] == kept, name
+
+
+def test_a_disk_that_fills_up_under_the_writer_is_named(tmp_path: Path) -> None:
+    disk = tmp_path / "small"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("a file system cannot be mounted here: that takes root")
+
+    class HeldUp(FinetuneTrainer):
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            self.saves.beside.finish()
+            os.kill(writer_of(self).process.pid, signal.SIGSTOP)
+            super()._save_checkpoint(model, trial)
+
+    def fill(trainer: FinetuneTrainer, step: int) -> None:
+        if step == 4:
+            (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - 2**15))
+        os.kill(writer_of(trainer).process.pid, signal.SIGCONT)
+
+    try:
+        with pytest.raises(RunError, match=r"the disk of .* is full"), explained_disk_errors(disk):
+            train(disk, "on", fill, kind=HeldUp)
+        assert [path.name for path in checkpoints_in(disk)] == ["checkpoint-2"]
+        assert problems(disk / "checkpoint-2", hashes=True) == []
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
 def test_a_disk_that_takes_no_more_ends_the_run_and_leaves_the_earlier_checkpoint(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,6 +308,10 @@ def test_a_run_that_the_nan_guard_ends_has_the_checkpoint_that_was_being_written
     assert problems(tmp_path / "checkpoint-2", hashes=True) == []
 
 
+def no_waiting(seconds: float) -> None:
+    raise AssertionError("it waits for a checkpoint that nobody writes")
+
+
 def test_a_save_that_fails_before_it_is_handed_over_everywhere_ends_the_run_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,12 +321,20 @@ def test_a_save_that_fails_before_it_is_handed_over_everywhere_ends_the_run_at_o
         own(writer, job)
         raise OSError("of another rank")
 
-    def no_waiting(seconds: float) -> None:
-        raise AssertionError("it waits for a checkpoint that nobody writes")
-
     monkeypatch.setattr(beside.Writer, "hand_over", failing_elsewhere)
     monkeypatch.setattr(beside, "time", SimpleNamespace(monotonic=time.monotonic, sleep=no_waiting))
     with pytest.raises(RunError, match="checkpoint-2 could not be saved: of another rank"):
+        train(tmp_path, "on")
+    assert checkpoints_in(tmp_path) == []
+
+
+def test_one_that_is_interrupted_before_it_is_sent_does_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(connection: Any, message: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Connection, "send", interrupted)
+    monkeypatch.setattr(beside, "time", SimpleNamespace(monotonic=time.monotonic, sleep=no_waiting))
+    with pytest.raises(KeyboardInterrupt):
         train(tmp_path, "on")
     assert checkpoints_in(tmp_path) == []
 

@@ -34,6 +34,7 @@ from finetune.training.checkpoints.learned import Learned
 from finetune.training.checkpoints.writer_process import Copy, Job, Report, main
 from finetune.training.checkpoints.writing import OtherRankError, folder_of, outer_of
 
+MEANT_FOR_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # which end the process
 ENDING_SECONDS = 60.0  # how long a failing rank waits for the others' parts, once its own is on disk
 
 
@@ -62,7 +63,12 @@ class Writer:
         # It needs no GPU, and must not log which accelerator it finds.
         env = environment_of_child() | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", f"from {main.__module__} import main; main()", *words]
-        self.process = subprocess.Popen(command, env=env, pass_fds=(other.fileno(), self.memory.handle))
+        # It inherits what is blocked: a signal to the whole group may come while it still imports torch.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, MEANT_FOR_RANKS)
+        try:
+            self.process = subprocess.Popen(command, env=env, pass_fds=(other.fileno(), self.memory.handle))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         other.close()
         self.connection: Connection = own
 
@@ -148,9 +154,9 @@ class Writer:
 
     def go(self) -> None:
         """Let the process begin what was handed over. If it has died, `look` says so."""
-        self.sent = True
         with suppress(OSError):
             self.connection.send(self.message)
+        self.sent = True  # not before: after a Ctrl-C in between, `close` would wait for a job that nobody has
 
     def look(self) -> str | None:
         """The error of the checkpoint in progress, if any. Does not wait."""

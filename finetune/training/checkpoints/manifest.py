@@ -203,8 +203,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest into an unfinished folder, and flush it to disk."""
     content = {"format": FORMAT, **asdict(manifest)}
     content[OWN_HASH] = _own_hash(content)
-    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=1) + "\n")
+    write_flushed(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+
+
+def write_flushed(path: Path, text: str) -> None:
+    """Write a file, and flush it to disk."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
 

@@ -51,6 +51,7 @@ class Keeper:
     def rotate(self, limit: int | None, current: Path, best: str | None) -> None:
         """Delete the checkpoints older than the newest `limit` that verify, but never `current` or `best`."""
         if limit is None or limit < 1:
+            self.trusted.clear()  # nobody asks for it, and it would grow with each save
             return
         spared = {current.name, named.name if (named := best_in(self.run_folder, best)) else ""}
         there, whole = checkpoints_in(self.run_folder), 0

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from transformers import TrainerCallback
 from transformers.integrations import get_reporting_integration_callbacks
 
+from finetune.errors import first_line
 from finetune.run.files import STATE_FILE
 from finetune.run.flags.guards import WORTH_BYTES
 from finetune.training.checkpoints.atomic_folder import AtomicFolder
@@ -114,16 +115,19 @@ class SavesBeside(TrainerCallback):
         if asked == "off" or self.writer is not None:
             return
         size = self.saves.expected_bytes()
+        if asked != "on" and size < WORTH_BYTES:
+            return
         copied = self.saves.saved.copied_bytes(size)
-        why = next((words for words in every(obstacle(self.saves, copied)) if words), None)
-        if why is None and (asked == "on" or size >= WORTH_BYTES):
-            together(self._start)
-            self._say(
-                f"checkpoints are written while training continues (--async_save {asked}): a copy stays in host "
-                f"memory, about {copied / 2**20:,.0f} MiB where it is largest"
-            )
-        elif why is not None and (asked == "on" or size >= WORTH_BYTES):
-            self._say(f"note: --async_save {asked}: saves stay synchronous, because {why}.")
+        checks: tuple[Callable[[], str | None], ...] = (lambda: obstacle(self.saves, copied), self._start)
+        for check in checks:
+            if why := next(filter(None, every(check())), None):
+                self.close()
+                self._say(f"note: --async_save {asked}: saves stay synchronous, because {why}.")
+                return
+        self._say(
+            f"checkpoints are written while training continues (--async_save {asked}): a copy stays in host memory, "
+            f"about {copied / 2**20:,.0f} MiB where it is largest"
+        )
 
     def of(self, about: About) -> SavesBeside | None:
         """The object that finishes the next checkpoint, or None if the ranks do so themselves."""
@@ -215,8 +219,13 @@ class SavesBeside(TrainerCallback):
         """True if the file that torch.save would write will be written later."""
         return self.writer is not None and self.writer.keep(path, content, is_zip)
 
-    def _start(self) -> None:
-        self.writer = Writer()
+    def _start(self) -> str | None:
+        """Why it cannot be started, or None. Some systems restrict memfd_create (the sysctl vm.memfd_noexec)."""
+        try:
+            self.writer = Writer()
+        except OSError as error:
+            return f"the process that writes them cannot be started ({first_line(error)})"
+        return None
 
     def _say(self, words: str) -> None:
         if leads():

@@ -75,7 +75,6 @@ class Copy:
     def write(self, folder: Path, memory: Memory, target: Target) -> Future[FileRecord]:
         """The record is there once the file is on disk."""
         path = folder / self.name
-        path.parent.mkdir(parents=True, exist_ok=True)
         if self.metadata is not None:
             return self._write_weights(path, memory, target)
         with HashedFile(path, target.disk) as file:
@@ -86,7 +85,7 @@ class Copy:
             return file.closed()
 
     def _write_weights(self, path: Path, memory: Memory, target: Target) -> Future[FileRecord]:
-        """safetensors writes the first file of a form, slower than the disk: it copies through mapped memory."""
+        """safetensors writes the first file of a form, through the page cache."""
         form = (self.metadata, {name: about for name, (_, *about) in self.content.items()})
         header = target.headers.get(self.name)
         if header is None or header.form != form:
@@ -165,8 +164,6 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the call above
         return
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # meant for the ranks, which end this process
-        signal.signal(number, signal.SIG_IGN)
     os.nice(NICENESS)
     torch.set_num_threads(1)
     connection, shared, target = Connection(handle), Memory(memory), Target()

@@ -25,6 +25,7 @@ from finetune.training.checkpoints.manifest import (
     Layout,
     Manifest,
     record_of,
+    write_flushed,
     write_manifest,
 )
 from finetune.versions import versions
@@ -103,7 +104,7 @@ def commit(place: Path, about: About | None, records: dict[str, FileRecord]) -> 
 
 def write_identity(folder: Path, identity: Identity) -> FileRecord:
     """Write run.json into an unfinished checkpoint, and flush it to disk; `commit` flushes the folder."""
-    _write_flushed(folder / IDENTITY, json.dumps(identity.as_json(), indent=1) + "\n")
+    write_flushed(folder / IDENTITY, json.dumps(identity.as_json(), indent=1) + "\n")
     return record_of(folder / IDENTITY)
 
 
@@ -156,16 +157,9 @@ def point_to(place: Path) -> None:
 def write_durably(path: Path, text: str) -> None:
     """Write a file atomically, and flush it to disk."""
     temporary = path.with_name(path.name + ".unfinished")
-    _write_flushed(temporary, text)
+    write_flushed(temporary, text)
     temporary.replace(path)
     flush(path.parent)
-
-
-def _write_flushed(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def delete(folder: Path) -> None:

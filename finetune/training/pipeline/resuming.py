@@ -59,6 +59,8 @@ def _load(trainer: Any, folder: Path, portable: Portable | None) -> TrainerState
         trainer.checkpoints.load_portable(folder, portable)
     state = TrainerState.load_from_json(str(folder / STATE_FILE))
     restore_callbacks(trainer.handler.callbacks, state, trainer.args.restore_callback_states_from_checkpoint)
+    sums = trainer.running_loss.sums  # another engine's ranks had losses of their own
+    trainer.running_loss.sums = [sum(sums) / max(len(sums), 1)]
     return state
 
 
