@@ -59,7 +59,8 @@ class Kind:
     depend on: values of the config, or whether one is set; "grouped": whether query heads share key heads. Keys joined
     by a comma have one value, or a tuple of values. A second `attention` is for language models alone.
     `period`: of unlike layers, with what lists in a config say. `prefix`: the key of the number of first layers, at
-    least one, that are unlike all others. A choice of whether a size is set leaves it as it is."""
+    least one, that are unlike all others. A choice of whether a size is set leaves it as it is. `usual`: as FALLBACKS,
+    of this architecture alone."""
 
     sizes: tuple[str, ...] = DECODER
     depths: tuple[str, ...] = ("num_hidden_layers",)
@@ -70,6 +71,7 @@ class Kind:
     prefix: str = ""
     lists: dict[str, list[Any]] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
+    usual: dict[str, Any] = field(default_factory=dict)
 
 
 PLAIN: dict[str, tuple[Any, ...]] = {"attention_bias": (False,), "attention_dropout": (False,)}
@@ -150,6 +152,16 @@ KINDS = {
                {f"{TIED},feed_forward_proj": ((True, "relu"), (True, "gated-gelu"), (False, "gated-gelu")),
                 "dropout_rate": (True,)},
                more={"decoder_start_token_id": 0}),
+    "gptlite": Kind(
+        ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", "max_position_embeddings",
+         "num_experts", "num_experts_per_tok"), heads=(CAUSAL, CLASSES, VECTORS), attention=(SDPA, EAGER),
+        choices={TIED: (False, True), "num_experts,num_experts_per_tok,hidden_act,bias,dropout": (
+            (False, True, "gelu", True, False), (False, True, "gelu", True, True), (False, True, "gelu", False, False),
+            (False, True, "gelu", False, True), (False, True, "gelu_new", True, False),
+            (False, True, "gelu_new", True, True), (True, 1, "gelu", True, False), (True, 1, "gelu", True, True),
+            (True, True, "gelu", True, False), (True, True, "gelu", True, True))},
+        usual={"intermediate_size": [[4, ["hidden_size"], []]], "num_experts": 1}),
+    "mlp": Kind(("width",), ("layers",), (CLASSES,), {"bias": (True, False)}),
 }  # fmt: skip
 
 
@@ -159,13 +171,14 @@ class Symbols:
     def __init__(self, kind: Kind, is_grouped: bool = True) -> None:
         self.own: dict[str, int] = {}  # a size's own prime
         self.values: dict[str, int] = {}
-        heads = next(name for name in kind.sizes if name in ("num_attention_heads", "n_head", "n_heads", "num_heads"))
+        counts = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+        heads = next((name for name in kind.sizes if name in counts), "")
         single = [name for name in kind.sizes if name not in SUMS]
         for name in (*dict.fromkeys([*(name for name in SMALLEST if name in single), *single]), "num_labels"):
             self._name(kind, name, 1 if name in (*COUNTS, heads, "num_labels") else 8)  # as grouped products want
         if "num_key_value_heads" in self.values:
             self.own[heads], self.values[heads] = GROUP, GROUP * self.values["num_key_value_heads"]
-        if "d_kv" not in kind.sizes:
+        if heads and "d_kv" not in kind.sizes:
             self.values[kind.sizes[0]] *= self.values[heads]
         if "n_group" in self.values:
             self.values["n_routed_experts"] *= self.values["n_group"]
@@ -429,7 +442,7 @@ def recorded(name: str, kind: Kind) -> dict[str, Any]:
     usual = transformers.CONFIG_MAPPING[name]()
     first = programs[0]["when"]
     return {
-        "sizes": {key: default_of(usual, key) for key in (*kind.depths, *kind.sizes, "num_labels")},
+        "sizes": {key: default_of(usual, key) for key in (*kind.depths, *kind.sizes, "num_labels")} | kind.usual,
         **({"prefix": kind.prefix} if kind.prefix else {}),
         "choices": {key: getattr(usual, key, one) for key, one in first.items()},
         "depths": kind.depths, "period": kind.period, "lists": kind.lists,
@@ -441,7 +454,7 @@ def recorded(name: str, kind: Kind) -> dict[str, Any]:
 def ways(kind: Kind) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each attention with all choices. An eager one copies keys that several query heads share."""
     for attention in kind.attention:
-        again = attention != kind.attention[0]
+        again = attention != kind.attention[0] and "num_key_value_heads" in kind.sizes
         choices = {**kind.choices, GROUPED: (True, False)} if again else kind.choices
         for values in product(*choices.values()):
             chosen = dict[str, Any]()

@@ -213,7 +213,8 @@ def measure(case: Case, folder: Path) -> None:
 
 def job_of(case: Case) -> Job:
     """The job as `finetune plan` would get it."""
-    model = model_of(MODELS[case.model], case.model, HEADS.get(case.model))
+    attention = case.flags.get("attn_implementation", "sdpa")
+    model = model_of(MODELS[case.model], case.model, HEADS.get(case.model), attention)
     named = case.deepspeed if isinstance(case.deepspeed, str) else case.deepspeed["config"]
     config = (
         json.loads((REPO / "ds_configs" / f"{named}.json").read_text())
@@ -247,7 +248,7 @@ def job_of(case: Case) -> Job:
         precision="bf16" if flags.get("bf16") else "fp32",
         optimizer=Optimizer(kind),
         checkpoint_interval=flags.get("activation_checkpoint_interval", 0),
-        attention=flags.get("attn_implementation", "sdpa"),
+        attention=attention,
         device="cpu",
     )
 

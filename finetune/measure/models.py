@@ -12,8 +12,8 @@ import finetune.models.gptlite
 import finetune.models.mlp  # noqa: F401 - they register their models
 from finetune.models.adapters import with_adapter
 from finetune.models.composite import class_for, freeze_unread
-from finetune.plan.families.parts import CLASSES, SPANS, TAGS
-from finetune.plan.model import HEADS, head_of_class
+from finetune.plan.families.parts import CLASSES, IMAGES, SPANS, TAGS
+from finetune.plan.model import HEADS, MLP, head_of_class
 from finetune.run.choose import recipes
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.groups import of_text
@@ -55,9 +55,12 @@ def samples(
 ) -> dict[str, torch.Tensor]:
     """One sample, without a batch dimension. A text that ranks share has shifted labels: the token
     after a part is another rank's. With `documents` it has two, whose positions begin at 0."""
-    if config["model_type"] == "mlp":
+    if config["model_type"] == MLP:
         return {"inputs": torch.ones(config["width"]), "labels": torch.tensor(0)}
-    ids = torch.arange(tokens) % of_text(config.get)("vocab_size")
+    if head == IMAGES:
+        sides = config.get("num_channels", 3), config["image_size"], config["image_size"]
+        return {"pixel_values": torch.ones(sides), "labels": torch.tensor(0)}
+    ids = torch.arange(tokens) % (of_text(config.get)("vocab_size") or tokens)
     if head == CLASSES:
         return {"input_ids": ids, "labels": torch.tensor(0)}
     if head == TAGS:

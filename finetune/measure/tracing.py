@@ -22,12 +22,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.errors import RequestError
 from finetune.measure.fitting import UNIT, far_point, fitted, points
-from finetune.measure.models import class_of
+from finetune.measure.models import class_of, samples
 from finetune.measure.recording import Fused, Recording, place_of
 from finetune.models.adapters import heads_of
 from finetune.models.composite import unread
 from finetune.models.source import positions_of
-from finetune.plan.families.parts import CLASSES, IMAGES, SEQ2SEQ, SPANS, VECTORS
+from finetune.plan.families.parts import SEQ2SEQ, VECTORS
 from finetune.plan.forward.parts import Batch, terms
 from finetune.plan.tracing import REFUSED, TRUSTS
 
@@ -56,18 +56,17 @@ def layers_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def batch_of(head: str, sizes: Batch, config: Any) -> dict[str, torch.Tensor]:
-    """What a model with this head is trained on, on the meta device."""
-    rows, text = sizes.rows, (sizes.rows, sizes.tokens)
-    if head == IMAGES:
-        pixels = rows, getattr(config, "num_channels", 3), config.image_size, config.image_size
-        labels = torch.empty(rows, dtype=torch.long, device="meta")
-        return {"pixel_values": torch.empty(pixels, dtype=torch.bfloat16, device="meta"), "labels": labels}
-    labels = (rows,) if head == CLASSES else (rows, sizes.targets) if head == SEQ2SEQ else text
-    shapes = {"labels": labels} if head != SPANS else {"start_positions": (rows,), "end_positions": (rows,)}
-    shapes = {} if head == VECTORS else shapes
+    """What a model with this head is trained on, on the meta device, with floats in bf16."""
+    one = samples(config.to_dict(), head, sizes.tokens)
+    if sizes.targets:
+        one["labels"] = torch.zeros(sizes.targets, dtype=torch.long)
+    if head == VECTORS:
+        del one["labels"]
     return {
-        name: torch.empty(shape, dtype=torch.long, device="meta")
-        for name, shape in {"input_ids": text, **shapes}.items()
+        name: torch.empty(
+            (sizes.rows, *each.shape), dtype=torch.bfloat16 if each.is_floating_point() else each.dtype, device="meta"
+        )
+        for name, each in one.items()
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from finetune.dsconfig.config import Config
 from finetune.errors import RequestError
 from finetune.plan.families.parts import CAUSAL, MOST, SEQ2SEQ
-from finetune.plan.forward.listed import LISTED
+from finetune.plan.forward.stages import PIPELINED
 from finetune.plan.job import DEEPSPEED, FSDP, OWN_BASE, PIPELINE, SECOND, TRAINER, Job
 from finetune.plan.machine import Machine
 from finetune.plan.model import Model, in_4bit, read_config, with_lora
@@ -182,10 +182,10 @@ def _check_engine(run: Run, model: Model) -> None:
     """Raises RequestError for what cannot be planned."""
     if run.value("fsdp") or fsdp_by_accelerate(run):
         _check_fsdp(run, model)
-    if run.stages is not None and model.family not in LISTED:
+    if run.stages is not None and model.family not in PIPELINED:
         raise RequestError(
-            f"{run.said('pipeline_parallel_size')}: only pipelines of {' and '.join(LISTED)} are planned, and this is "
-            f"a {model.family}. Drop it; ZeRO-3 shards any model."
+            f"{run.said('pipeline_parallel_size')}: only pipelines of {' and '.join(PIPELINED)} are planned, and this "
+            f"is a {model.family}. Drop it; ZeRO-3 shards any model."
         )
 
 

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from finetune.plan.expert_parallel import held_by_rank
 from finetune.plan.forward import build_tape
-from finetune.plan.forward.listed import LISTED
+from finetune.plan.forward.expert_parallel import held_by_rank
 from finetune.plan.forward.parts import Batch, Part
+from finetune.plan.forward.stages import entries_of
 from finetune.plan.model import Model
 from finetune.plan.optimizers import Optimizer
 from finetune.plan.tape import Tape
@@ -127,7 +127,7 @@ class Job:
     @property
     def frozen_bytes(self) -> int:
         """Of frozen weights, as they are held."""
-        if self.model.lora is None or not self.uses_autocast:
+        if not self.uses_autocast:
             return self.weight_bytes
         return FP32_BYTES if self.dtype == "float32" else HALF_BYTES
 
@@ -153,10 +153,10 @@ class Job:
         return Numbers(frozen, self.device, self.attention, self.uses_autocast, is_fp16, half_weights, saves_inputs)
 
 
-def tape_of(job: Job, part: Part | None = None) -> Tape:
-    """A micro-batch of one rank, or of the pipeline stage with the layers `part`."""
-    return _tape(job.held, job.batch, job.numbers, job.checkpoint_interval, part, job.loss_chunk_tokens,
-                 job.tiled_mlp_num_shards, job.checkpoints_on_host)  # fmt: skip
+def tape_of(job: Job, part: Part | None = None, drops: bool = True) -> Tape:
+    """A micro-batch of one rank, or of the pipeline stage with the layers `part`. `drops`: with dropout."""
+    return _tape(job.held, replace(job.batch, drops=drops), job.numbers, job.checkpoint_interval, part,
+                 job.loss_chunk_tokens, job.tiled_mlp_num_shards, job.checkpoints_on_host)  # fmt: skip
 
 
 @lru_cache(maxsize=128)
@@ -176,6 +176,7 @@ def checkpoints_of(job: Job, part: Part | None = None) -> tuple[int, ...]:
 
 def layers_of(job: Job) -> Tape:
     """For a pipeline: each entry of the flat list of layers as its own segment."""
-    entries = Part(0, job.model.layers + sum(LISTED[job.model.family]))
+    assert job.model.trace is not None
+    entries = Part(0, len(entries_of(job.model.trace)))
     interval = min(job.checkpoint_interval, 1)  # groups of layers are recomputed whole, whatever their size
     return tape_of(replace(job, checkpoint_interval=interval), entries)

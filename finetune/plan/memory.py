@@ -10,11 +10,11 @@ from finetune.plan.engines.fsdp import Fsdp
 from finetune.plan.engines.resident import GATHERED, PIPE, Plain, Resident, Weights
 from finetune.plan.engines.zero3 import Zero3
 from finetune.plan.engines.zero12 import Bf16Stage, Stage, Zero12
-from finetune.plan.families.parts import CLASSES, Sizes
+from finetune.plan.families.parts import CLASSES
 from finetune.plan.forward.parts import Part
 from finetune.plan.job import FSDP, OWN_BASE, PIPELINE, TRAINER, Job, checkpoints_of, tape_of
 from finetune.plan.machine import Machine
-from finetune.plan.model import Model, Tensor
+from finetune.plan.model import Tensor
 from finetune.plan.schedule import FORWARD, order_of
 from finetune.plan.seconds import stage_bounds
 from finetune.plan.step import Ledger, Moment, Pass
@@ -121,24 +121,11 @@ def _used(job: Job, part: Part) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in job.model.tensors if tensor.name in used)
 
 
-class _Still(Sizes):
-    """Sizes of a model in evaluation: no dropout."""
-
-    def share(self, name: str, default: float = 0.0) -> float:
-        return 0.0 if "drop" in name else super().share(name, default)
-
-
-@lru_cache(maxsize=16)
-def _still(model: Model) -> Model:
-    """Cached per model, so that its tapes are built once."""
-    return replace(model, sizes=_Still(model.sizes.config, model.sizes.where))
-
-
 def _evaluate(job: Job, layout: Resident, device: Ledger) -> None:
     """One evaluation batch, with ids and labels, of whole texts. Logits are reduced on the device, batch by batch, as
     the recipes do (preprocess_logits_for_metrics)."""
     asked = replace(job, micro_batch=job.eval_batch, checkpoint_interval=0, baseline=False, sequence_parallel_size=1)
-    tape = tape_of(replace(asked, model=_still(job.model)))
+    tape = tape_of(asked, drops=False)
     size = batch_bytes(replace(asked, accumulation=1))
     device.phase = "evaluation"
     device.take(BATCH, size, "batch")
@@ -200,8 +187,7 @@ def _ask_teacher(job: Job, device: Ledger) -> int:
     """Runs the teacher's forward pass before the student's. Returns the bytes kept for the loss (finetune/training/
     distilling.py): hidden states if it is computed in chunks, else logits, and log-probabilities of both."""
     asked = job.of_teacher
-    asked = replace(asked, model=_still(asked.model))
-    tape = tape_of(asked)
+    tape = tape_of(asked, drops=False)
     given = (Weights(asked.model.tensors, asked.weight_bytes), Zero(stage=3), job.stepping, job.world_size, 0, Ledger())
     layout = Zero3(*given) if job.zero.stage == 3 else Plain(*given, buckets=False, is_engine=False)
     if isinstance(layout, Zero3):

@@ -1,7 +1,7 @@
 """A model's parameters, tensor by tensor, from its Hugging Face config.json. Never imports torch.
 
-Most come from traces of transformers' classes on the meta device; the toolkit's own models and ResNets are written
-down. Exact numbers matter: ZeRO shards and the persistence threshold depend on tensors, not on totals.
+They come from traces of the model's classes on the meta device; those of ResNets are written down. Exact numbers
+matter: ZeRO shards and the persistence threshold depend on tensors, not on totals.
 """
 
 from __future__ import annotations
@@ -13,29 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError
-from finetune.plan.families import FAMILIES
-from finetune.plan.families.parts import (
-    CAUSAL,
-    CLASSES,
-    IMAGES,
-    MASKED,
-    SEQ2SEQ,
-    SPANS,
-    TAGS,
-    VECTORS,
-    Family,
-    Shape,
-    Sizes,
-    nothing,
-)
+from finetune.plan.families import resnet
+from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, MASKED, SEQ2SEQ, SPANS, TAGS, VECTORS, Shape, Sizes
 from finetune.plan.families.possible import refuse_impossible
-from finetune.plan.trace_files import KNOWN, heads_of
+from finetune.plan.trace_files import KNOWN, MOST_LAYERS, heads_of
 from finetune.plan.tracing import found_of
 from finetune.plan.values import FP32_BYTES, Lora
 from finetune.safe_read import read_json_object
 
-KINDS = tuple(sorted({*FAMILIES, *KNOWN}))  # the values of model_type that are planned without torch
-MOST_LAYERS = 20_000
+MLP, RESNET = "mlp", "resnet"
+NO_TEXT = (MLP, RESNET)
+KINDS = tuple(sorted((RESNET, *KNOWN)))  # the values of model_type that are planned without torch
 PACKED_BLOCK = 64  # weights that share a scale in 4 bits
 NOT_LINEAR = {"gate", "router", "experts", "relative_attention_bias"}  # matrices of blocks that are not linear layers
 HEADS = {  # by suffixes of class names
@@ -120,7 +108,7 @@ class Model:
     buffers: tuple[Buffer, ...] = ()
     lora: Lora | None = None
     head_modules: tuple[str, ...] = ()  # of a classifier: what a base model may lack
-    trace: Trace | None = None  # None for the families that are written down
+    trace: Trace | None = None  # None for a ResNet
 
     @property
     def shards(self) -> bool:
@@ -129,7 +117,7 @@ class Model:
 
     @property
     def reads_text(self) -> bool:
-        return self.head != IMAGES and self.family != "mlp"
+        return self.head != IMAGES and self.family != MLP
 
     @property
     def parameters(self) -> int:
@@ -162,33 +150,25 @@ def model_of(
         raise RequestError(f"{where}: the known heads of {kind} are {', '.join(known)}, not {head}.")
     if known:
         refuse_impossible(kind, sizes)
-    if kind not in FAMILIES:
-        found, how = found_of(config, head, attention, where, code)
-        if notes is not None and how:
-            notes.append(how)
-        made = _traced(found, head, sizes)
-        if notes is not None and (aside := sum(one.elements for one in made.tensors if not one.trains)):
-            notes.append(f"{aside:,} parameters that no text reaches, such as a vision tower's, stay frozen")
-        return made
-    return _written(FAMILIES[kind], head, sizes)
+    if kind == RESNET:
+        return _resnet(sizes)
+    found, how = found_of(config, head, attention, where, code)
+    if notes is not None and how:
+        notes.append(how)
+    made = _traced(found, head, sizes)
+    if notes is not None and (aside := sum(one.elements for one in made.tensors if not one.trains)):
+        notes.append(f"{aside:,} parameters that no text reaches, such as a vision tower's, stay frozen")
+    return made
 
 
-def _written(family: Family, head: str, sizes: Sizes) -> Model:
-    layers = family.layers(sizes)
-    if layers > MOST_LAYERS:
-        raise RequestError(f"{sizes.where}: {layers:,} layers are more than {MOST_LAYERS:,}. Mistyped?")
-    head_tensors = tuple(family.heads.get(head, nothing)(sizes))
-    parts = (
-        (None, family.before(sizes)),
-        *((index, family.block(sizes, index)) for index in range(layers)),
-        (None, family.after(sizes)),
-        (None, head_tensors),
-    )
-    tensors = tuple(Tensor(name, shape, layer) for layer, part in parts for name, shape in part)
-    buffers = tuple(Buffer(*one) for one in family.buffers(sizes))
-    own = tuple(dict.fromkeys(name.rpartition(".")[0] for name, _ in head_tensors))
-    return Model(sizes.config["model_type"], head, tensors, layers, family.hidden(sizes), family.vocabulary(sizes),
-                 sizes, buffers, head_modules=own)  # fmt: skip
+def _resnet(sizes: Sizes) -> Model:
+    layers = resnet.layers(sizes)
+    if len(layers) > MOST_LAYERS:
+        raise RequestError(f"{sizes.where}: {len(layers):,} layers are more than {MOST_LAYERS:,}. Mistyped?")
+    tensors = tuple(Tensor(*one) for one in resnet.tensors(sizes))
+    buffers = tuple(Buffer(*one) for one in resnet.buffers(sizes))
+    width = layers[-1].convs[-1].fan_out
+    return Model(RESNET, IMAGES, tensors, len(layers), width, 0, sizes, buffers, head_modules=(resnet.HEAD,))
 
 
 def _traced(found: Mapping[str, Any], head: str, sizes: Sizes) -> Model:
@@ -250,7 +230,7 @@ def head_of_class(name: str) -> str | None:
 
 def heads_of_kind(kind: str) -> tuple[str, ...]:
     """Of a `model_type`, the usual one first; none if it is not known."""
-    return tuple(FAMILIES[kind].heads) if kind in FAMILIES else heads_of(kind)
+    return (IMAGES,) if kind == RESNET else heads_of(kind)
 
 
 def own_head(config: dict[str, Any], where: str) -> str:

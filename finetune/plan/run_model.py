@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError
-from finetune.plan.families.no_text import NO_TEXT
 from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, LABELLED, MASKED, SEQ2SEQ, SPANS, TAGS, VECTORS, Sizes
 from finetune.plan.model import (
     KINDS,
+    NO_TEXT,
     Model,
     head_of_class,
     heads_of_kind,

@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune.errors import RequestError
 from finetune.plan.exchange import exchanges_of
-from finetune.plan.expert_parallel import PLANNED
+from finetune.plan.forward.expert_parallel import PLANNED
 from finetune.plan.job import Job, tape_of
 from finetune.plan.values import ALL_TO_ALL, TILED_MLP
 from finetune.run.engine import deepspeed_config_of

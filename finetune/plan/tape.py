@@ -18,7 +18,6 @@ from finetune.plan.recorder import Recorder
 from finetune.plan.values import FP32_BYTES, HALF_BYTES, Gemm, Lora, Op, Value
 
 WHOLE_IN_DORA = 4  # tensors as large as the layer's weight: product, scaled, base and sum
-SAVE_OUTPUT = ("relu", "tanh", "sigmoid", "exp", "rsqrt")  # activations whose backward pass reads their output
 
 
 class Tape(Recorder):
@@ -37,13 +36,9 @@ class Tape(Recorder):
         self._add(Op("add_", (a, b), (out,), saved, passes_on=True, moved=a.bytes + b.bytes, moved_back=0))
         return out
 
-    def scale(self, x: Value, name: str = "scale") -> Value:
+    def scale(self, x: Value) -> Value:
         """Times a number: nothing is saved."""
-        return self.op(name, (x,), x.elements)
-
-    def shift(self, x: Value) -> Value:
-        """Plus a number: the gradient passes through."""
-        return self.op("shift", (x,), x.elements, passes_on=True)
+        return self.op("scale", (x,), x.elements)
 
     def multiply(self, a: Value, b: Value) -> Value:
         """A smaller factor's gradient is made as large as the product, then summed."""
@@ -52,8 +47,8 @@ class Tape(Recorder):
         return self.op("mul", (a, b), out, saves=_factors(a, b), bytes_each=size, scratch_back=wide)
 
     def unary(self, name: str, x: Value, scratch_back: int = 0) -> Value:
-        """An activation: saves its input (gelu, silu, pow), or its output."""
-        makes = name in SAVE_OUTPUT
+        """An activation: saves its input or, ReLU, its output."""
+        makes = name == "relu"
         return self.op(name, (x,), x.elements, saves=() if makes else (x,), saves_output=makes,
                        scratch_back=scratch_back)  # fmt: skip
 
@@ -68,9 +63,6 @@ class Tape(Recorder):
     def copy(self, x: Value) -> Value:
         """contiguous, or a reshape that cannot be a view."""
         return self.op("copy", (x,), x.elements, passes_on=True)
-
-    def mean(self, x: Value, elements: int) -> Value:
-        return self.op("mean", (x,), elements)
 
     def dropout(self, x: Value, probability: float) -> Value:
         """On a GPU a mask of one byte per element is saved; on a CPU the scaled mask in the input's precision
@@ -175,13 +167,6 @@ class Tape(Recorder):
         size, trains = max(x.bytes_each, self.numbers.bytes_each), self.trains(f"{module}.weight")
         return self.op("mul", (x,), x.elements, saves=(x,) if trains else (), weights=(f"{module}.weight",),
                        module=module, bytes_each=size, scratch_back=x.elements * size if trains else 0)  # fmt: skip
-
-    def embedding(self, module: str, rows: int) -> Value:
-        elements = rows * self.shapes[f"{module}.weight"][1]
-        is_leaf = self.makes_leaf(module)
-        return self.op("embedding", (), elements, weights=(f"{module}.weight",), module=module, saves_output=is_leaf,
-                       needs_grad=self.trains(f"{module}.weight") or is_leaf,
-                       moved=2 * elements * self.numbers.bytes_each)  # fmt: skip
 
     # Attention
 

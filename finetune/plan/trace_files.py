@@ -24,7 +24,7 @@ TRACES = Path(__file__).resolve().parent / "traces"
 # Configs have either; a mixture without dense layers need not say how wide these would be.
 ALSO = {"num_experts": "num_local_experts", "num_local_experts": "num_experts", "n_routed_experts": "num_local_experts",
         "intermediate_size": "moe_intermediate_size"}  # fmt: skip
-MOST_LAYERS = 2_000  # of which a plan still takes seconds
+MOST_LAYERS = 3_000  # of which a plan still takes seconds
 EMPTY: tuple[Any, ...] = ([], 0, [], [], None)  # what an operator of a file lacks at its end
 KNOWN = tuple(sorted(file.stem for file in TRACES.glob("*.json")))
 

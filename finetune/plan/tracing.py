@@ -29,6 +29,7 @@ TRACING = "finetune.measure.tracing"  # it imports torch, and so is never import
 MADE_BY = (  # modules
     *("measure/tracing", "measure/recording", "measure/fitting", "measure/models"),
     *("models/composite", "models/adapters", "models/source", "run/facts"),
+    *("models/gptlite", "models/gptlite_mlp", "models/mlp"),
 )
 REFUSED = 2  # its exit status if what it says is a reason of ours
 TRUSTS = "trust_remote_code"  # what the user allows, beside the config; never what a config says
@@ -47,7 +48,7 @@ def found_of(
     kind = config.get("model_type")
     if code is not None:
         plain |= {"auto_map": config["auto_map"], "_name_or_path": str(code), TRUSTS: True}
-    elif not isinstance(kind, str) or not _is_listed(kind):
+    elif kind not in KNOWN and not (isinstance(kind, str) and _is_listed(kind)):
         mend = " --trust_remote_code True runs the code in its folder." if "auto_map" in config else ""
         raise RequestError(
             f"{where}: model_type is {kind!r}, which transformers {version('transformers')} lacks.{mend}"

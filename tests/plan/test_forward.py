@@ -366,6 +366,15 @@ def test_peaks_of_families_that_are_not_known_are_those_of_the_real_models(name:
     assert planned_peaks(name, way) == {phase: pytest.approx(size, rel=within) for phase, size in real.items()}
 
 
+@pytest.mark.parametrize("interval", [2, 3])
+def test_every_kth_layer_is_counted_from_the_first_of_a_tower_if_that_comes_first(interval: int) -> None:
+    way = Way(interval=interval)
+    real = {phase: pytest.approx(size, rel=way.tolerance) for phase, size in real_peaks("llava", way).items()}
+    assert planned_peaks("llava", way) == real
+    recomputed = [segment.layer for segment in planned("llava", way)[1].segments if segment.recomputed]
+    assert recomputed == [at for at in range(3) if (VISION["num_hidden_layers"] + at) % interval == 0]
+
+
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_peaks_of_hybrids_are_those_of_the_real_models(name: str) -> None:
     real = real_peaks(name, Way())

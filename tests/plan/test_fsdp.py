@@ -14,7 +14,7 @@ from finetune.plan.from_run import job_of
 from finetune.plan.job import FSDP, Job, tape_of
 from finetune.plan.machine import find_machine
 from finetune.plan.memory import plan_memory
-from finetune.plan.model import model_of, with_lora
+from finetune.plan.model import Tensor, model_of, with_lora
 from finetune.plan.optimizers import Optimizer
 from finetune.plan.seconds import plan_seconds
 from finetune.plan.step import Ledger
@@ -123,6 +123,24 @@ def test_with_adapters_the_frozen_groups_are_gathered_too_and_a_norm_that_peft_h
     assert [engine.groups[key].waits for key in engine.order] == [True, True, False, False, True]
     recomputed = traced(adapted(checkpoint_interval=1))
     assert not recomputed.groups["model.layers.0"].waits, "the embeddings then pass gradients on"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_tower_that_no_text_reaches_is_held_in_fp32_and_only_what_lies_around_its_layers_is_gathered(
+    precision: str,
+) -> None:
+    one = job(precision=precision)
+    around, layer = "model.vision.merger.0.weight", "model.vision.layers.0.up.weight"
+    tower = (Tensor(around, (10, 4), None, trains=False), Tensor(layer, (6, 4), 2, trains=False))
+    with_tower = replace(one, model=replace(one.model, tensors=(*tower, *one.model.tensors)))
+    engine = traced(with_tower)
+    assert engine.order == ["embeddings", "model.layers.0", "model.layers.1", "tail", "root"]
+    assert engine.groups["root"].names == [around]
+    assert sorted(engine.groups["tail"].names) == ["lm_head.weight", "model.norm.weight"]
+    held, alone = (plan_memory(each, CPU) for each in (with_tower, one))
+    assert held.resident[PARAMETERS] - alone.resident[PARAMETERS] == 4 * (10 + 6) * 4 / 2
+    assert held.resident[STATES] == alone.resident[STATES]
+    assert held.timeline[-1][1:] == ("step", held.resident_bytes)
 
 
 def test_what_a_trained_copy_replaces_is_gathered_with_it() -> None:

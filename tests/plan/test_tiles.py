@@ -12,7 +12,7 @@ from finetune.plan.machine import find_machine
 from finetune.plan.memory import CHECKPOINTS, plan_memory
 from finetune.plan.model import is_block_linear, model_of, with_lora
 from finetune.plan.seconds import plan_seconds
-from finetune.plan.values import TILED_MLP, Lora
+from finetune.plan.values import INT64_BYTES, TILED_MLP, Lora
 from finetune.plan.zero import Zero
 
 H100 = find_machine("H100-80GB")
@@ -91,7 +91,8 @@ def test_checkpoints_on_the_host_leave_the_device_and_take_their_time(shards: in
 
 
 def test_a_pipelines_stages_keep_those_of_all_micro_batches_in_flight() -> None:
-    """Stage 0 recomputes both embeddings and two blocks, of two micro-batches; stage 1 two blocks, of one."""
+    """Stage 0 recomputes both embeddings, the first of ids, and two blocks, of two micro-batches; stage 1 two blocks of
+    one."""
     staged = job(
         4,
         model=MODELS["lite"],
@@ -102,10 +103,10 @@ def test_a_pipelines_stages_keep_those_of_all_micro_batches_in_flight() -> None:
         accumulation=4,
     )
     here, there = (replace(staged, checkpoint_interval=1, checkpoints_on_host=away) for away in (False, True))
-    hidden, bounds = HALF * TOKENS * WIDTH, (0, 4, LAYERS + 4)
-    for stage, many in enumerate((2 * 4, 2)):
+    hidden, ids, bounds = HALF * TOKENS * WIDTH, INT64_BYTES * TOKENS, (0, 4, LAYERS + 4)
+    for stage, (many, more) in enumerate(((2 * 3, 2 * ids), (2, 0))):
         before, after = (plan_memory(one, H100, stage, bounds) for one in (here, there))
-        assert after.host == {**before.host, CHECKPOINTS: many * hidden}
+        assert after.host == {**before.host, CHECKPOINTS: many * hidden + more}
         assert before.step_peak.bytes - after.step_peak.bytes == (many - 1) * hidden  # one has come back
     steps = [plan_seconds(one, H100) for one in (here, there)]
     assert steps[0].offload == 0 < steps[1].offload

@@ -1,5 +1,5 @@
-"""The programs of known architectures are those of the installed transformers; all others are traced on the spot.
-test_forward.py compares their peaks with measured ones."""
+"""The programs of known architectures are those of the installed transformers and of the toolkit's own models; all
+others are traced on the spot. test_forward.py compares their peaks with measured ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OTHER_SIZES = {
     "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "d_model": 96, "num_heads": 6,
     "d_kv": 24, "d_ff": 80, "relative_attention_num_buckets": 16, "n_group": 4, "topk_group": 2, "n_routed_experts": 16,
     "n_shared_experts": 3, "q_lora_rank": 40, "kv_lora_rank": 48, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12,
-    "v_head_dim": 20, "shared_expert_intermediate_size": 72,
+    "v_head_dim": 20, "shared_expert_intermediate_size": 72, "width": 72,
 }  # fmt: skip
 DEPTHS, TOKENS = (9, 2, 1, 14), {"pad_token_id": 0, "decoder_start_token_id": 0}
 PREFIXES = (2, 1, 4)

@@ -57,10 +57,13 @@ class Fsdp(Resident):
         passes = zip(tape.segments, program.forward, strict=True)
         used = [seg.ops[event[1]] for seg, events in passes for event in events if event[0] is Kind.BEFORE]
         self.modules = {op.module: op.weights for op in used}
-        names = list(dict.fromkeys(name for op in used for name in op.weights))
-        # What a trained copy replaces is gathered with the copy, and not used.
-        names += [tensor.name for tensor in self.weights.tensors if ".original_module." in tensor.name]
-        self.group_of = {name: self._group_of(name, used) for name in names}
+        self.group_of = {name: self._group_of(name, used) for op in used for name in op.weights}
+        # Gathered and not used: what a trained copy replaces, with the copy; and with the root module what lies around
+        # the layers of a tower that no text reaches. Those layers are groups that are never gathered.
+        keys, unused = {*self.group_of.values()}, [t for t in self.weights.tensors if t.name not in self.group_of]
+        for tensor in unused:
+            if (key := self._group_of(tensor.name, used)) in keys or tensor.layer is None:
+                self.group_of[tensor.name] = key if key in keys else ROOT
         padded = {
             tensor.name: math.prod(piece(tensor.shape, self.ranks)) * self.ranks for tensor in self.weights.tensors
         }
@@ -76,7 +79,8 @@ class Fsdp(Resident):
         for key, group in self.groups.items():
             group.waits = key == ROOT or not any(value.needs_grad for value in first[key].inputs)
         ends = {self.group_of[op.weights[0]]: index for index, op in enumerate(used)}
-        self.order = sorted(self.groups, key=lambda key: (key == ROOT, ends[key]))  # the root module ends last
+        ends[ROOT] = len(used)  # the root module ends last
+        self.order = sorted(self.groups, key=lambda key: ends[key])
         self.now = ""  # the group whose module runs
         # Bytes of the previous gather and of the last gradient reduction, which are freed late.
         self.late = self.sent = 0
@@ -97,7 +101,7 @@ class Fsdp(Resident):
         is_norm = len(parts) == 3 and ("norm" in parts[1] or parts[1] == "ln_f")
         # accelerate looks for it in the module called `base_model_prefix`. In peft's model, which has a module `model`
         # of its own, it finds the norm only if that is another name (fsdp_utils.py, _find_final_norm).
-        is_hidden = len(self.trains) < len(self.elements) and parts[0] == "model"
+        is_hidden = parts[0] == "model" and any(".lora_" in other for other in self.elements)
         return TAIL if is_norm and not is_hidden else ROOT
 
     def _held_bytes(self, name: str) -> int:

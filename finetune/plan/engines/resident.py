@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from finetune.plan.expert_parallel import ROUTER
+from finetune.plan.forward.expert_parallel import ROUTER
 from finetune.plan.model import Tensor
 from finetune.plan.optimizers import Optimizer
 from finetune.plan.program import TEMPORARY

@@ -1,16 +1,12 @@
-"""Building blocks of families: the sizes of a config, and the parameters of common modules."""
+"""The sizes of a config, and the names of heads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from finetune.errors import RequestError
 
 Shape = tuple[int, ...]
-Named = Iterator[tuple[str, Shape]]
-Buffers = Iterator[tuple[str, Shape, int]]  # with the bytes of an element
 CAUSAL, MASKED, CLASSES, SEQ2SEQ = "causal_lm", "masked_lm", "sequence_classification", "seq2seq_lm"
 IMAGES, TAGS = "image_classification", "token_classification"
 SPANS = "question_answering"  # where an answer begins and ends
@@ -54,32 +50,3 @@ class Sizes:
     def labels(self) -> int:
         names = self.config.get("id2label")
         return len(names) if isinstance(names, dict) and names else self("num_labels", default=2)
-
-
-@dataclass(frozen=True)
-class Family:
-    before: Callable[[Sizes], Named]  # embeddings
-    block: Callable[[Sizes, int], Named]
-    after: Callable[[Sizes], Named]
-    heads: dict[str, Callable[[Sizes], Named]]
-    layers: Callable[[Sizes], int] = lambda sizes: sizes("num_hidden_layers")
-    hidden: Callable[[Sizes], int] = lambda sizes: sizes("hidden_size")
-    vocabulary: Callable[[Sizes], int] = lambda sizes: sizes("vocab_size")
-    buffers: Callable[[Sizes], Buffers] = lambda sizes: iter(())
-
-
-def nothing(sizes: Sizes) -> Named:
-    return iter(())
-
-
-def linear(name: str, fan_in: int, fan_out: int, bias: bool = True) -> Named:
-    """torch.nn.Linear: weight (out, in)."""
-    yield f"{name}.weight", (fan_out, fan_in)
-    if bias:
-        yield f"{name}.bias", (fan_out,)
-
-
-def norm(name: str, size: int, bias: bool = True) -> Named:
-    yield f"{name}.weight", (size,)
-    if bias:
-        yield f"{name}.bias", (size,)

@@ -41,7 +41,7 @@ ROPE_KEYS = {
 PHI3_ROPES = ("default", "longrope", "su", "yarn")  # its config maps the last two to the second
 PARTIAL = {"phi": 0.5, "phi3": 1.0, "glm4_moe": 0.5}  # the share of each head that is rotated, if the config has none
 LAYER_TYPES = ("full_attention", "sliding_attention")
-ROTARY = tuple(kind for kind in KNOWN if kind not in (*ENCODERS, "gpt2", "t5"))
+ROTARY = tuple(kind for kind in KNOWN if kind not in (*ENCODERS, "gpt2", "gptlite", "mlp", "t5"))
 LATENT = ("deepseek_v3",)  # with one latent vector for the keys and values of all heads
 PADDED = {*ROTARY, *ENCODERS}  # families whose embedding has a row for the padding token
 
@@ -54,9 +54,8 @@ def refuse_impossible(kind: str, sizes: Sizes) -> None:
 
 def _faults(kind: str, sizes: Sizes) -> Iterator[str]:
     found = sizes_of(kind, sizes) if kind in KNOWN else {}
-    if kind == "gptlite" and sizes.config.get("num_experts"):
-        found = {name: sizes(name, default=2) for name in ("num_experts", "num_experts_per_tok")}
-    if chosen := found.get("num_experts_per_tok"):
+    is_dense = kind == "gptlite" and not sizes.config.get("num_experts")
+    if (chosen := found.get("num_experts_per_tok")) and not is_dense:
         many = next(found[name] for name in EXPERTS if name in found)
         if chosen > many:
             yield f"num_experts_per_tok is {chosen}, but there are {many} experts. Give at most that many."

@@ -65,15 +65,6 @@ def kind_of(tape: Tape, heads: Heads, has_mask: bool = False, mask_trains: bool 
     return MATH if heads.repeats and not half and not has_mask else FUSED
 
 
-def causal_mask(setting: Setting) -> tuple[Value, ...]:
-    """For a causal model with eager attention (rows, 1, tokens, tokens), zero or a huge negative number (transformers,
-    masking_utils.py, eager_mask); else as `document_mask`."""
-    tape, batch = setting.tape, setting.batch
-    if tape.numbers.attention != EAGER:
-        return document_mask(setting)
-    return (tape.op("mask", (), batch.positions * batch.tokens, needs_grad=False),)
-
-
 def document_mask(setting: Setting) -> tuple[Value, ...]:
     """(rows, 1, tokens, tokens), a byte each, if the documents of a text are masked from one another in SDPA: two
     masks, and both in one (transformers, masking_utils.py, sdpa_mask). Ranks that share a text have made theirs before

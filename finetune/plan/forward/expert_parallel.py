@@ -1,17 +1,51 @@
-"""Mixtures of experts in expert parallelism (deepspeed 0.19.8, module_inject/auto_ep_layer.py, _forward, and
-moe/ep_*.py), in place of those that a trace has."""
+"""Mixtures of experts in expert parallelism (--expert_parallel_size): what one rank holds, and its operators in place
+of those that a trace has.
+
+Follows DeepSpeed's AutoEP (0.19.8, module_inject/auto_ep_layer.py, AutoEPMoELayer; moe/ep_*.py, GroupedExperts): a
+layer's `gate_up_proj` becomes `w1` and `w3`, `down_proj` becomes `w2`, and the router's `gate` is `router.gate`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from finetune.plan.forward.parts import Setting
+from finetune.plan.model import Buffer, Model, Tensor
 from finetune.plan.tape import Tape
 from finetune.plan.values import DISPATCH, FP32_BYTES, INT64_BYTES, Gemm, Value
 
+PLANNED = ("mixtral", "qwen3_moe", "olmoe")
+BOTH, BELOW, GATE = ".experts.gate_up_proj", ".experts.down_proj", ".mlp.gate.weight"
+ROUTER = ".router.gate.weight"
 ALIGNED = 8  # rows to which the tokens of each expert are padded (moe/ep_kernels.py, TOKEN_GROUP_ALIGN_SIZE_M)
 INT32_BYTES = 4
+
+
+@lru_cache(maxsize=16)
+def held_by_rank(model: Model, size: int) -> Model:
+    """The model as one of `size` ranks holds it that hold each layer's experts together."""
+    tensors = tuple(part for tensor in model.tensors for part in _parts(tensor, size))
+    counts = tuple(
+        Buffer(f"{tensor.name.removesuffix(BOTH)}.tokens_per_expert", tensor.shape[:1], FP32_BYTES)
+        for tensor in model.tensors
+        if tensor.name.endswith(BOTH)
+    )
+    return replace(model, tensors=tensors, buffers=(*model.buffers, *counts))
+
+
+def _parts(tensor: Tensor, size: int) -> Iterator[Tensor]:
+    if tensor.name.endswith(GATE):
+        yield replace(tensor, name=tensor.name.replace(".gate.weight", ROUTER))
+    elif tensor.name.endswith(BOTH):
+        many, inner, hidden = tensor.shape[0], tensor.shape[1] // 2, tensor.shape[2]
+        place = tensor.name.removesuffix("gate_up_proj")
+        for name, sides in (("w1", (inner, hidden)), ("w2", (hidden, inner)), ("w3", (inner, hidden))):
+            yield replace(tensor, name=place + name, shape=(many // size, *sides), holders=size)
+    elif not tensor.name.endswith(BELOW):
+        yield tensor
 
 
 def mixture_of(op: Any) -> str:
@@ -33,8 +67,8 @@ def end_of_mixture(ops: Sequence[Any], x: int, storage_of: Callable[[int], int])
 
 
 def expert_parallel(setting: Setting, name: str, x: Value) -> Value:
-    """The module `name`, a mixture of which this rank holds a part of the experts (finetune.plan.expert_parallel). It
-    sends each token to the ranks of the experts that the token chose, computes what it gets, and sends that back."""
+    """The module `name`, a mixture of which this rank holds a part of the experts. It sends each token to the ranks of
+    the experts that the token chose, computes what it gets, and sends that back."""
     tape, sizes, hidden = setting.tape, setting.sizes, x.elements // setting.batch.positions
     is_mixtral = setting.family == "mixtral"
     pairs = setting.batch.positions * sizes("num_experts_per_tok", default=2 if is_mixtral else 8)
@@ -61,7 +95,8 @@ def _routed(tape: Tape, name: str, x: Value, pairs: int, normalizes: bool) -> tu
     numbers = tape.op("topk", (chances,), pairs, bytes_each=INT64_BYTES, needs_grad=False)
     shares = tape.op("gather", (chances,), pairs, saves=(numbers,))
     if normalizes:
-        total = tape.shift(tape.op("sum", (shares,), x.elements // tape.shapes[f"{name}.router.gate.weight"][1]))
+        total = tape.op("sum", (shares,), x.elements // tape.shapes[f"{name}.router.gate.weight"][1])
+        total = tape.op("shift", (total,), total.elements, passes_on=True)  # plus a small number
         shares = tape.op("div", (shares, total), pairs, saves=(shares, total), scratch_back=3 * shares.bytes)
     shares = tape.scale(shares)
     tape.op("count", (numbers,), 1, needs_grad=False, scratch=INT32_BYTES * pairs)

@@ -1,8 +1,7 @@
-"""Heads and losses (transformers, loss/loss_utils.py)."""
+"""Losses (transformers, loss/loss_utils.py)."""
 
 from __future__ import annotations
 
-from finetune.plan.families.parts import CAUSAL, VECTORS
 from finetune.plan.forward.parts import Setting
 from finetune.plan.tape import Tape
 from finetune.plan.values import CHUNKED_LOSS, FP32_BYTES, INT64_BYTES, Gemm, Value
@@ -10,31 +9,6 @@ from finetune.plan.values import CHUNKED_LOSS, FP32_BYTES, INT64_BYTES, Gemm, Va
 # Passes of the chunked loss over its logits besides the products: amax, sub_, exp_ and sum; mul for the
 # gradients (torch 2.13, nn/modules/linear_cross_entropy.py, _linear_cross_entropy_batch_chunked_accumulator).
 LOSS_PASSES, GRADIENT_PASSES = 6, 2
-
-
-def decoder_head(setting: Setting, x: Value, tied: str) -> Value:
-    """For a causal model, logits over the vocabulary and ForCausalLMLoss, in fp32 with shifted labels; `tied` is the
-    weight of a tied head. For a classifier, scores at every position, of which the loss takes the last of each row
-    (modeling_layers.py, GenericForSequenceClassification)."""
-    tape = setting.tape
-    if setting.head == VECTORS:
-        return vector_loss(setting, x)
-    if setting.head != CAUSAL:
-        scores = tape.linear(x, "score")
-        return label_loss(setting, tape.op("index", (scores,), setting.batch.rows * setting.sizes.labels))
-    if setting.loss_chunk_tokens:
-        return chunked_loss(setting, x, tied)
-    logits = tape.linear(x, "lm_head", tied)
-    full = tape.cast(logits, FP32_BYTES)
-    loss = cross_entropy(tape, full, setting.batch.positions, shifted_labels(setting))
-    tape.hold(x)
-    output_in_fp32(tape, logits)
-    return loss
-
-
-def shifted_labels(setting: Setting) -> Value:
-    """A copy of the labels, shifted by one, which the loss saves."""
-    return setting.tape.op("labels", (), setting.batch.positions, bytes_each=INT64_BYTES, needs_grad=False)
 
 
 def output_in_fp32(tape: Tape, logits: Value) -> None:
@@ -46,12 +20,11 @@ def output_in_fp32(tape: Tape, logits: Value) -> None:
         tape.op("outputs to fp32", (logits,), logits.elements, bytes_each=FP32_BYTES, needs_grad=False)
 
 
-def cross_entropy(tape: Tape, logits: Value, rows: int, labels: Value | None = None) -> Value:
+def cross_entropy(tape: Tape, logits: Value, rows: int) -> Value:
     """log_softmax, whose output is saved, and nll_loss; under autocast in fp32 (aten/src/ATen/autocast_mode.h)."""
     logits = tape.cast(logits, FP32_BYTES) if tape.numbers.autocast else logits
     scores = tape.op("log_softmax", (logits,), logits.elements, saves_output=True)
-    kept = (scores,) if labels is None else (scores, labels)
-    return tape.op("nll_loss", (scores,), 1, saves=kept, moved=INT64_BYTES * rows)
+    return tape.op("nll_loss", (scores,), 1, saves=(scores,), moved=INT64_BYTES * rows)
 
 
 def label_loss(setting: Setting, logits: Value) -> Value:
@@ -71,19 +44,18 @@ def vector_loss(setting: Setting, x: Value) -> Value:
     return label_loss(setting, tape.op("sum", (weighted,), batch.rows * hidden, bytes_each=FP32_BYTES))
 
 
-def chunked_loss(setting: Setting, x: Value, tied: str) -> Value:
+def chunked_loss(setting: Setting, x: Value, weight: str) -> Value:
     """torch.nn.functional.linear_cross_entropy with `acc_policy="compact"`, a chunk of rows of logits at a time, in the
     precision of the products (torch 2.13, nn/modules/linear_cross_entropy.py). In fp32 the summed loss is requested,
     whose gradients are made in the forward pass; in half precision per-token losses, whose gradients are made in the
     backward pass, from recomputed logits (finetune/models/chunked_loss.py)."""
     tape, rows, size = setting.tape, setting.batch.positions, setting.tape.numbers.product_bytes
-    weight = "lm_head.weight" if "lm_head.weight" in tape.shapes else tied
     names = (weight, *(name for name in ("lm_head.bias",) if name in tape.shapes))
     vocabulary, hidden = tape.shapes[weight]
     taken = min(setting.loss_chunk_tokens, rows) * (vocabulary + (hidden if size == FP32_BYTES else 0)) * size
     casts = [tape.cast_weight(weight, "lm_head")] if tape.casts(weight) else []
     given, x = x, tape.cast(x, size)
-    labels = shifted_labels(setting)
+    labels = tape.op("labels", (), rows, bytes_each=INT64_BYTES, needs_grad=False)  # a copy, shifted by one
     logits = Gemm(rows, vocabulary, hidden)
     trains = tape.trains(weight)
     gradients = logits.back if trains else logits.back[:1]

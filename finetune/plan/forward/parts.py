@@ -1,13 +1,13 @@
-"""Building blocks of forward passes: the batch, stacks of like layers, activations."""
+"""Building blocks of forward passes: the batch, and what layers repeat."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from finetune.plan.families.parts import IMAGES, SEQ2SEQ, Sizes
 from finetune.plan.tape import Tape
-from finetune.plan.values import Segment, Value
+from finetune.plan.values import Segment
 
 RNG_STATE_BYTES = 5056  # torch.get_rng_state(), which checkpoint saves; a GPU generator's is 16 bytes on the host
 LONGEST_PERIOD = 24  # layers in a repeating pattern of windows or recomputation
@@ -17,7 +17,8 @@ LONGEST_PERIOD = 24  # layers in a repeating pattern of windows or recomputation
 class Batch:
     """A micro-batch of one rank: `rows` samples of `tokens`, or images of `image_size` pixels square. `targets`: tokens
     per sample of a decoder behind an encoder; None: as many. `sharing`: ranks that share each sample, whose tokens here
-    are this rank's. `load`: a job's `expert_load`. `documents`: those in a sample do not attend to one another."""
+    are this rank's. `load`: a job's `expert_load`. `documents`: those in a sample do not attend to one another.
+    `drops`: with dropout, as in training."""
 
     rows: int
     tokens: int = 1
@@ -26,6 +27,7 @@ class Batch:
     sharing: int = 1
     load: float = 1.0
     documents: bool = False
+    drops: bool = True
 
     @property
     def positions(self) -> int:
@@ -44,8 +46,7 @@ def terms(head: str, batch: Batch) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Part:
-    """A pipeline stage: entries `first` to `last`, exclusive, of the flat list of layers. GPT-lite's are token
-    embedding, position embedding, each block, final norm, head (finetune/models/gptlite_pipeline.py)."""
+    """A pipeline stage: entries `first` to `last`, exclusive, of the flat list of layers (forward/stages.py)."""
 
     first: int
     last: int
@@ -53,7 +54,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Setting:
-    """The inputs of a recorded forward pass. Every `checkpoint_interval`-th layer is recomputed; 0: none."""
+    """The inputs of a recorded forward pass. Every `checkpoint_interval`-th layer is recomputed; 0: none. `ahead`:
+    layers that come before those of the forward pass in the model's list of modules, such as a tower's."""
 
     tape: Tape
     sizes: Sizes
@@ -62,37 +64,11 @@ class Setting:
     head: str = ""
     checkpoint_interval: int = 0
     loss_chunk_tokens: int = 0
+    ahead: int = 0
 
     def recomputes(self, layer: int) -> bool:
         """transformers, modeling_utils.py, _set_gradient_checkpointing: the first layer, and each k-th from there."""
-        return bool(self.checkpoint_interval) and layer % self.checkpoint_interval == 0
-
-
-def stack(
-    setting: Setting,
-    x: Value,
-    layers: range,
-    name: Callable[[int], str],
-    block: Callable[[int, Value], Value],
-    held: tuple[Value, ...] = (),
-) -> Value:
-    """`layers` in sequence, each a segment; `name` is its module's. All are alike, so the middle ones are not recorded
-    again: they are the same operators under other names. `held`: further inputs of each layer."""
-    tape = setting.tape
-    keys = [setting.recomputes(layer) for layer in layers]
-    first, period, repeats = pattern(keys)
-    repeated = layers[first + period : first + repeats * period]
-    begin = len(tape.segments)
-    for place, layer in enumerate(layers):
-        if layer in repeated:
-            at = begin + first + (place - first) % period
-            tape.segments.append(renamed(tape.segments[at], at, name(layers[at - begin]), name(layer), layer))
-            continue
-        again = setting.recomputes(layer)
-        state = (tape.given(RNG_STATE_BYTES, 1),) if again and tape.numbers.device == "cpu" else ()
-        with tape.segment(name(layer), x, *held, *state, layer=layer, recomputed=again):
-            x = block(layer, x)
-    return x
+        return bool(self.checkpoint_interval) and (self.ahead + layer) % self.checkpoint_interval == 0
 
 
 def pattern(keys: Sequence[Hashable]) -> tuple[int, int, int]:
@@ -120,21 +96,3 @@ def renamed(segment: Segment, at: int, old: str, new: str, layer: int) -> Segmen
         for op in segment.ops
     ]
     return replace(segment, name=new, ops=ops, layer=layer, like=at)
-
-
-def gelu_new(tape: Tape, x: Value) -> Value:
-    """transformers.activations.NewGELUActivation, operator by operator."""
-    halved = tape.scale(x)
-    inner = tape.add(x, tape.scale(tape.power(x)))
-    bent = tape.unary("tanh", tape.scale(inner))
-    out = tape.multiply(halved, tape.shift(bent))
-    tape.hold(x)
-    return out
-
-
-def activation(tape: Tape, name: str, x: Value) -> Value:
-    if name in ("gelu_new", "gelu_fast"):
-        return gelu_new(tape, x)
-    if name == "quick_gelu":
-        return tape.multiply(x, tape.unary("sigmoid", tape.scale(x)))
-    return tape.unary(name, x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune.plan.families.no_text import Conv, Layer, layers, stem
+from finetune.plan.families.resnet import HEAD, Conv, Layer, layers, stem
 from finetune.plan.forward.losses import label_loss
 from finetune.plan.forward.parts import Setting
 from finetune.plan.values import FP32_BYTES, INT64_BYTES, Gemm, Value
@@ -24,9 +24,9 @@ def resnet(setting: Setting) -> Value:
         with tape.segment(layer.name, x, layer=number):
             x, side = _layer(setting, (x, side), layer)
     with tape.segment("head"):
-        mean = tape.mean(x, rows * layers(sizes)[-1].convs[-1].fan_out)
+        mean = tape.op("mean", (x,), rows * layers(sizes)[-1].convs[-1].fan_out)
         tape.keep(x)
-        return label_loss(setting, tape.linear(mean, "classifier.1"))
+        return label_loss(setting, tape.linear(mean, HEAD))
 
 
 def _layer(setting: Setting, picture: Picture, layer: Layer) -> Picture:

@@ -14,7 +14,7 @@ from finetune.plan.forward.cuts import LINEAR, SOFTMAX, Cut, cuts_of, uses_of
 from finetune.plan.forward.expert_parallel import end_of_mixture, expert_parallel, mixture_of
 from finetune.plan.forward.losses import chunked_loss, output_in_fp32, vector_loss
 from finetune.plan.forward.parts import RNG_STATE_BYTES, Setting, pattern, renamed, terms
-from finetune.plan.model import Trace
+from finetune.plan.model import MLP, Trace
 from finetune.plan.values import ATTENTION, FP32_BYTES, HALF_BYTES, Gemm, Storage, Value
 
 CONVOLUTION = "convolution"
@@ -30,7 +30,7 @@ IN_FP32 = ("_log_softmax", "nll_loss_forward")  # likewise
 
 def tape_of_trace(trace: Trace, setting: Setting) -> Value:
     """Records the whole trace on the setting's tape, the middle of many like layers once; returns the result."""
-    player, tape, parts = _Player(trace, setting), setting.tape, cuts_of(trace)
+    player, tape, parts = Player(trace, setting), setting.tape, cuts_of(trace)
     alike, segments = _alike(parts, setting), dict[int | None, int]()  # by layer
     for part in parts:
         if old := alike.get(part.layer):
@@ -73,12 +73,12 @@ def _alike(parts: list[Cut], setting: Setting) -> dict[int | None, Cut]:
     return found
 
 
-class _Player:
+class Player:
     def __init__(self, trace: Trace, setting: Setting) -> None:
         self.trace, self.setting, self.tape = trace, setting, setting.tape
         self.numbers, self.batch = self.tape.numbers, setting.batch
         self.terms = terms(setting.head, self.batch)
-        self.dropout = setting.sizes.share("dropout of a trace", 0.5)  # evaluation's sizes have none of any name
+        self.dropout = 0.5 if self.batch.drops else 0.0  # any probability
         self.values: dict[int, Value] = {}
         self.storages: dict[int, Storage] = {}
         self.whole: dict[int, int] = {}  # bytes per element before a conversion to fp32
@@ -95,8 +95,8 @@ class _Player:
     def value(self, number: int) -> Value:
         if number not in self.values:  # a batch or a buffer: already allocated
             traced = self.trace.values[number][1]
-            is_image = traced == HALF_BYTES and self.setting.head == IMAGES
-            size = self.numbers.bytes_each if is_image else traced
+            is_float = traced == HALF_BYTES and (self.setting.head == IMAGES or self.setting.family == MLP)
+            size = self.numbers.bytes_each if is_float else traced
             self.put(number, Value(self.elements(number), size, Storage(0), False))
         return self.values[number]
 
@@ -117,8 +117,7 @@ class _Player:
         """What a layer reads of earlier ones, its hidden states first."""
         made = {number for _, op in part.ops for number in op["out"]}
         given = dict.fromkeys(number for _, op in part.ops for number in op["in"] if number not in made)
-        found = [self.values[number] for number in given if number in self.values]
-        return tuple(sorted(found, key=lambda value: not value.needs_grad))
+        return tuple(sorted(map(self.value, given), key=lambda value: not value.needs_grad))
 
     def repeat(self, old: Cut, new: Cut) -> None:
         """What later layers read of a layer that is not played is what its like has made."""
@@ -254,6 +253,8 @@ class _Player:
             inputs = [tape.cast(one, FP32_BYTES) if one.bytes_each == HALF_BYTES else one for one in inputs]
         if self.numbers.autocast and name in IN_HALF:
             inputs = [tape.cast(one, HALF_BYTES) for one in inputs]
+        if name == "_grouped_mm" and weights:  # to its weights' (transformers 5.23, integrations/moe.py, _grouped_mm)
+            inputs = [tape.cast(inputs[0], tape.bytes_of(weights[0])), *inputs[1:]]
         module = weights[-1].rpartition(".")[0] if weights else ""
         is_leaf = name == "embedding" and tape.makes_leaf(module)
         trains = any(map(tape.trains, weights))

@@ -1,13 +1,14 @@
-"""Models that read no text: ResNets (transformers, models/resnet/modeling_resnet.py) and the benchmark MLPs
-(finetune/models/mlp.py)."""
+"""The tensors of ResNets (transformers, models/resnet/modeling_resnet.py)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from finetune.errors import RequestError
-from finetune.plan.families.parts import CLASSES, IMAGES, Buffers, Family, Named, Sizes, linear, norm, nothing
+from finetune.plan.families.parts import Shape, Sizes
 
+HEAD = "classifier.1"
 STEM = "resnet.embedder.embedder"
 BOTTLENECK, REDUCTION = "bottleneck", 4
 LAYER_TYPES = ("basic", BOTTLENECK)
@@ -84,49 +85,25 @@ def _layer(sizes: Sizes, name: str, fan_in: int, fan_out: int, stride: int) -> L
     return Layer(name, parts, shortcut)
 
 
-def _named(conv: Conv) -> Named:
-    yield f"{conv.name}.convolution.weight", (conv.fan_out, conv.fan_in, conv.kernel, conv.kernel)
-    yield from norm(f"{conv.name}.normalization", conv.fan_out)
+def tensors(sizes: Sizes) -> Iterator[tuple[str, Shape, int | None]]:
+    """Name, shape and layer of each parameter."""
+    made, out = layers(sizes), layers(sizes)[-1].convs[-1].fan_out
+    for layer, convs in [(None, (stem(sizes),)), *((at, _convs(one)) for at, one in enumerate(made))]:
+        for conv in convs:
+            yield f"{conv.name}.convolution.weight", (conv.fan_out, conv.fan_in, conv.kernel, conv.kernel), layer
+            yield f"{conv.name}.normalization.weight", (conv.fan_out,), layer
+            yield f"{conv.name}.normalization.bias", (conv.fan_out,), layer
+    yield f"{HEAD}.weight", (sizes.labels, out), None
+    yield f"{HEAD}.bias", (sizes.labels,), None
 
 
-def _parts(layer: Layer) -> tuple[Conv, ...]:
-    return ((layer.shortcut,) if layer.shortcut else ()) + layer.convs
-
-
-def _resnet_block(sizes: Sizes, index: int) -> Named:
-    for conv in _parts(layers(sizes)[index]):
-        yield from _named(conv)
-
-
-def _buffers(sizes: Sizes) -> Buffers:
-    for conv in (stem(sizes), *(conv for layer in layers(sizes) for conv in _parts(layer))):
+def buffers(sizes: Sizes) -> Iterator[tuple[str, Shape, int]]:
+    """Name, shape and bytes per element of each."""
+    for conv in (stem(sizes), *(conv for layer in layers(sizes) for conv in _convs(layer))):
         for part in ("running_mean", "running_var"):
             yield f"{conv.name}.normalization.{part}", (conv.fan_out,), 4
         yield f"{conv.name}.normalization.num_batches_tracked", (), 8
 
 
-def _mlp_block(sizes: Sizes, index: int) -> Named:
-    return linear(f"layers.{index}.linear", sizes("width"), sizes("width"), sizes.is_on("bias", True))
-
-
-NO_TEXT = {
-    "mlp": Family(
-        before=nothing,
-        block=_mlp_block,
-        after=nothing,
-        heads={CLASSES: lambda sizes: linear("head", sizes("width"), sizes.labels)},
-        layers=lambda sizes: sizes("layers"),
-        hidden=lambda sizes: sizes("width"),
-        vocabulary=lambda sizes: 0,
-    ),
-    "resnet": Family(
-        before=lambda sizes: _named(stem(sizes)),
-        block=_resnet_block,
-        after=nothing,
-        heads={IMAGES: lambda sizes: linear("classifier.1", layers(sizes)[-1].convs[-1].fan_out, sizes.labels)},
-        layers=lambda sizes: len(layers(sizes)),
-        hidden=lambda sizes: layers(sizes)[-1].convs[-1].fan_out,
-        vocabulary=lambda sizes: 0,
-        buffers=_buffers,
-    ),
-}
+def _convs(layer: Layer) -> tuple[Conv, ...]:
+    return ((layer.shortcut,) if layer.shortcut else ()) + layer.convs
