@@ -11,7 +11,7 @@ from finetune.plan.forward.parts import Batch, terms
 
 ROWS = (2, 3)  # with only one row, some operators copy nothing
 UNIT = 16  # tokens; state-space layers compute whole chunks, of as many as their config says
-TOKENS, FAR = (2, 3, 4), 32  # units; what is fitted is tried far from there
+TOKENS, FAR, NEAR = (2, 3, 4), 32, 8  # units; what is fitted is tried far from there, with loops less far
 TARGETS = (40, 80, 112)  # tokens of a decoder behind an encoder
 
 
@@ -40,9 +40,9 @@ def _inverse(head: str, unit: int) -> list[list[Fraction]]:
     return [row[len(rows) :] for row in rows]
 
 
-def far_point(head: str, unit: int, positions: int) -> Batch | None:
+def far_point(head: str, unit: int, positions: int, units: int = FAR) -> Batch | None:
     """A batch of longer texts than any of `points`, of at most so many tokens; None if there is none."""
-    tokens = min(FAR * unit, (positions - 1) // unit * unit)  # a slice of all positions is none
+    tokens = min(units * unit, (positions - 1) // unit * unit)  # a slice of all positions is none
     return None if head in (IMAGES, SEQ2SEQ) or tokens <= TOKENS[-1] * unit else Batch(ROWS[0], tokens)
 
 

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from finetune.plan.forward.cuts import SOFTMAX
+from finetune.plan.forward.cuts import SOFTMAX, WRITE
 from finetune.plan.forward.traced import CONVOLUTION, PRODUCTS, TURNS
 
 # Operators that create nothing: their result is the input under another shape.
@@ -101,6 +101,10 @@ class Recording(TorchDispatchMode):  # type: ignore[misc]
         numbers = [self.number(one) for one in inputs]
         grad = bool(names) or any(self.facts[number][3] for number in numbers)
         made = [self.number(one, grad and one.is_floating_point()) for one in outs]
+        if name == WRITE and grad and torch.is_grad_enabled():
+            for one in (outs[0], outs[0]._base):
+                if one is not None:
+                    self.facts[self.number(one)][3] = 1
         self.stamp()
         self.ops.append({"name": name, "in": numbers, "out": made, "saved": self.pending, "weights": names,
                          "gemms": gemms, "segment": self.segment, "part": is_part,

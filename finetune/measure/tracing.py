@@ -10,6 +10,7 @@ has terms determine its coefficients. `finetune.plan.forward.traced` turns the r
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -21,7 +22,8 @@ import transformers
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.errors import RequestError
-from finetune.measure.fitting import UNIT, far_point, fitted, points
+from finetune.measure.fitting import FAR, NEAR, UNIT, far_point, fitted, points
+from finetune.measure.loops import fold
 from finetune.measure.models import class_of, samples
 from finetune.measure.recording import Fused, Recording, place_of
 from finetune.models.adapters import heads_of
@@ -31,10 +33,13 @@ from finetune.plan.families.parts import SEQ2SEQ, VECTORS
 from finetune.plan.forward.parts import Batch, terms
 from finetune.plan.tracing import REFUSED, TRUSTS
 
-CHUNKS = ("chunk_size", "mamba_chunk_size")  # keys of configs of state-space layers
+CHUNKS = ("chunk_size", "mamba_chunk_size", "block_size")  # keys of configs of state-space and linear attention layers
+CHUNK, LOOP = 64, 3  # tokens, of layers whose config says none; chunks in a unit, such that each text has enough
+# Packages with kernels. Without them, and on the meta device, layers compute the same with torch's operators.
+KERNELS = ("causal_conv1d", "fla", "mamba_ssm")
 STEPS = (
-    "its layers have more operators, or others, the longer a text is, as a loop over tokens has (state-space models "
-    "without their own kernels): their memory does not follow from that of short texts."
+    "its layers have other operators, the longer a text is, and not in a loop over tokens alone: their memory does not "
+    "follow from that of short texts."
 )
 SHORT, LONG = 16, 1 << 20  # windows shorter and longer than any text here
 
@@ -152,26 +157,48 @@ def _recorded(config: dict[str, Any], head: str, attention: str, caches: bool, w
         model = _built(made, head, dtype=torch.bfloat16, attn_implementation=attention, **how)
     model.config.use_cache = caches  # as the Trainer sets it; a part with a config of its own keeps its cache
     layers = layers_of(model.train())
-    unit = next((size for name in CHUNKS if isinstance(size := getattr(text, name, None), int)), UNIT)
-    runs, far = list[Recording](), far_point(head, unit, positions_of(made))
-    for batch in (*points(head, unit), *([far] if far else [])):
-        runs.append(record(model, layers.values(), head, batch))
-        if len({(len(run.facts), *(one["name"] for one in run.ops)) for run in (runs[0], runs[-1])}) > 1:
-            raise RequestError(STEPS)
-    tried = runs.pop().facts if far else []
+    own = next((size for name in CHUNKS if isinstance(size := getattr(text, name, None), int)), None)
+    units = own or UNIT, LOOP * (own or CHUNK)
+    found = next(filter(None, (_trace(model, layers.values(), head, unit) for unit in units)), None)
+    if found is None:
+        raise RequestError(STEPS)
+    source = inspect.getsource(sys.modules[type(model).__module__])
+    without = [name for name in KERNELS if f'"{name}"' in source]
+    more = {"without": without} if without else {}
+    return {**found, **_facts(model, layers), **more}
+
+
+def _trace(model: Any, layers: Iterable[torch.nn.Module], head: str, unit: int) -> dict[str, Any] | None:
+    """None if the recordings differ by more than loops, or if what is fitted does not hold for longer texts."""
+    runs = [record(model, layers, head, batch) for batch in points(head, unit)]
+    loops = len({len(run.ops) for run in runs}) > 1
+    far = far_point(head, unit, positions_of(model.config), NEAR if loops else FAR)
+    runs += [record(model, layers, head, far)] if far else []
+    if not fold(runs):
+        return None
+    tried = runs.pop() if far else None
     first = runs[0]
     sizes = [fitted([run.facts[at][0] for run in runs], head, unit) for at in range(len(first.facts))]
-    if far and any(_at(size, head, far) != one[0] for size, one in zip(sizes, tried, strict=True)):
-        raise RequestError(STEPS)
+    if far and tried and any(_at(size, head, far) != one[0] for size, one in zip(sizes, tried.facts, strict=True)):
+        return None
     trace = {
         "values": [[size, *one[1:]] for size, one in zip(sizes, first.facts, strict=True)],
-        "ops": [{**op, "gemms": _gemms([run.ops[at]["gemms"] for run in runs], head, unit)}
-                for at, op in enumerate(first.ops)],
+        "ops": [_op([run.ops[at] for run in runs], head, unit) for at in range(len(first.ops))],
         "last": first.last,
         "kept": first.kept,
         "result": first.result,
-    }  # fmt: skip
-    return {"trace": trace, "layers": first.segment // 2, **_facts(model, layers)}
+    }
+    return {"trace": trace, "layers": first.segment // 2}
+
+
+def _op(runs: list[dict[str, Any]], head: str, unit: int) -> dict[str, Any]:
+    op = runs[0]
+    gemms = [
+        [fitted([run["gemms"][at][side] for run in runs], head, unit) for side in range(4)]
+        for at in range(len(op["gemms"]))
+    ]
+    times = {"times": fitted([run["times"] for run in runs], head, unit)} if "times" in op else {}
+    return {**op, "gemms": gemms, **times}
 
 
 def _facts(model: Any, layers: Iterable[str]) -> dict[str, Any]:
@@ -197,12 +224,10 @@ def _at(size: list[float], head: str, batch: Batch) -> int:
     return round(sum(one * term for one, term in zip(size, terms(head, batch), strict=True)))
 
 
-def _gemms(runs: list[list[list[int]]], head: str, unit: int) -> list[list[list[float]]]:
-    return [[fitted([run[at][side] for run in runs], head, unit) for side in range(4)] for at in range(len(runs[0]))]
-
-
 def main(write: Callable[[str], object] = print) -> int:
     config, head, attention, out = sys.argv[1:]
+    for name in KERNELS:
+        sys.modules[name] = None  # type: ignore[assignment] # it cannot be imported
     try:
         found = traced(json.loads(Path(config).read_text()), head, attention)
     except RequestError as error:

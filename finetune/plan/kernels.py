@@ -119,7 +119,7 @@ def _weights(segment: Segment) -> frozenset[str]:
 
 
 def _segment_work(segment: Segment, kernels: Kernels) -> SegmentWork:
-    works = [kernels.op(op) for op in segment.ops]
-    forward, backward = (sum((pair[way] for pair in works), NOTHING) for way in (0, 1))
-    flops = sum(gemm.flops for op in segment.ops for gemm in (*op.gemms, *op.gemms_back))
+    works = [(kernels.op(op), op.times) for op in segment.ops]
+    forward, backward = (sum((pair[way].times(many) for pair, many in works), NOTHING) for way in (0, 1))
+    flops = sum(gemm.flops * op.times for op in segment.ops for gemm in (*op.gemms, *op.gemms_back))
     return SegmentWork(forward, backward, forward if segment.recomputed else NOTHING, flops, _weights(segment))

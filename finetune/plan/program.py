@@ -186,6 +186,8 @@ class _Player:
         self._free(storage, 1 + self.repeats[self.tape.outlasting.get(storage, -1)])
 
     def _save(self, storage: Storage) -> None:
+        if storage not in self.saved:
+            self.log.take(ACTIVATIONS, storage.bytes * (storage.copies - 1), "loop")
         self.saved[storage] = self.saved.get(storage, 0) + 1
         if storage not in self.alive:  # an input
             self.alive.add(storage)
@@ -195,7 +197,7 @@ class _Player:
         self.saved[storage] -= 1
         if not self.saved[storage]:
             del self.saved[storage]
-            self._free(storage)
+            self._free(storage, storage.copies)
 
     def _free(self, storage: Storage, times: int = 1) -> None:
         self.alive.discard(storage)

@@ -25,6 +25,7 @@ class Recorder:
         self._casts: dict[str, Value] = {}  # autocast's cache
         self._embeddings = ""  # the module of the input embeddings
         self.offloads = False  # what recomputed segments save lies on the host
+        self.times = 1  # how often each operator from here on runs
 
     def trains(self, weight: str) -> bool:
         return self.lora is None or ".lora_" in weight or self.lora.saves(weight.rpartition(".")[0])
@@ -130,9 +131,12 @@ class Recorder:
         return out
 
     def _add(self, op: Op) -> None:
+        op.times = self.times
         for value in (*op.inputs, *op.outputs):
-            if value.storage.last_use < FOREVER:
-                value.storage.last_use = self._count
+            storage = value.storage
+            storage.copies = self.times if storage.last_use < 0 and value in op.outputs else storage.copies
+            if storage.last_use < FOREVER:
+                storage.last_use = self._count
         self.segments[-1].ops.append(op)
         self._count += 1
 

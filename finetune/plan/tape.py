@@ -36,13 +36,23 @@ class Tape(Recorder):
         self._add(Op("add_", (a, b), (out,), saved, passes_on=True, moved=a.bytes + b.bytes, moved_back=0))
         return out
 
+    def write(self, whole: Value, part: Value) -> Value:
+        """`whole`, with a part of it overwritten. The backward pass copies the whole gradient, and the part's out of it
+        (torch/csrc/autograd/functions/tensor.cpp, CopySlices)."""
+        out = Value(whole.elements, whole.bytes_each, whole.storage, whole.needs_grad or part.needs_grad)
+        scratch = 0 if whole.needs_grad else whole.bytes
+        self._add(Op("copy_", (whole, part), (out,), scratch_back=scratch, moved=2 * part.bytes, kernels_back=4,
+                     moved_back=2 * (whole.bytes + 2 * part.bytes)))  # fmt: skip
+        return out
+
     def scale(self, x: Value) -> Value:
         """Times a number: nothing is saved."""
         return self.op("scale", (x,), x.elements)
 
-    def multiply(self, a: Value, b: Value) -> Value:
-        """A smaller factor's gradient is made as large as the product, then summed."""
-        out, size = max(a.elements, b.elements), max(a.bytes_each, b.bytes_each)
+    def multiply(self, a: Value, b: Value, elements: int = 0) -> Value:
+        """A smaller factor's gradient is made as large as the product, then summed. `elements`: of a product larger
+        than both."""
+        out, size = max(a.elements, b.elements, elements), max(a.bytes_each, b.bytes_each)
         wide = sum(out * size for value in (a, b) if value.needs_grad and value.bytes < out * size)
         return self.op("mul", (a, b), out, saves=_factors(a, b), bytes_each=size, scratch_back=wide)
 

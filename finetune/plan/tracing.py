@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import RequestError
+from finetune.errors import RequestError, listed
 from finetune.plan.trace_files import KNOWN, known_trace
 from finetune.run.environment import environment_of_child
 
@@ -27,7 +27,7 @@ LISTS = ("auto_mappings.py", "configuration_auto.py")  # of transformers/models/
 LONGEST = 300  # seconds that tracing a model may take
 TRACING = "finetune.measure.tracing"  # it imports torch, and so is never imported here
 MADE_BY = (  # modules
-    *("measure/tracing", "measure/recording", "measure/fitting", "measure/models"),
+    *("measure/tracing", "measure/recording", "measure/loops", "measure/fitting", "measure/models"),
     *("models/composite", "models/adapters", "models/source", "run/facts"),
     *("models/gptlite", "models/gptlite_mlp", "models/mlp"),
 )
@@ -62,7 +62,13 @@ def found_of(
         how = f"traced in {time.monotonic() - began:.0f} s"
         _keep(file, found)
     what = f"{kind} with these settings" if kind in KNOWN else str(kind)
-    return found, f"{what} is not a known architecture: {how}; its attention is counted as fused if it can be"
+    said = f"{what} is not a known architecture: {how}; its attention is counted as fused if it can be"
+    if without := found.get("without"):
+        said += (
+            f", its other layers as torch's own operators. With the kernels of {listed(without)}, which transformers "
+            "uses where they are installed, it needs less memory and time on a GPU"
+        )
+    return found, said
 
 
 def _is_listed(kind: str) -> bool:

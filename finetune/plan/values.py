@@ -83,6 +83,7 @@ class Storage:
 
     bytes: int
     last_use: int = -1  # the last operator of the forward pass that needs it
+    copies: int = 1  # that a backward pass needs: of a loop's iteration that stands for others, one of each
 
 
 @dataclass(eq=False)
@@ -127,6 +128,7 @@ class Op:
     kernels: int = 1
     kernels_back: int = 1
     module: str = ""  # the weights' module, because ZeRO-3 gathers by module
+    times: int = 1  # how often it runs, in a loop's iteration that stands for others
 
 
 @dataclass

@@ -216,9 +216,8 @@ def test_a_process_of_its_own_traces_once(tmp_path: Path, monkeypatch: pytest.Mo
     [
         ({"num_attention_heads": 5}, r"cannot be traced: \w+Error: .*"),
         ({"model_type": "vit"}, r"that of a vit, for which transformers \S+ has no AutoModelForCausalLM\. "),
-        ({"model_type": "mamba", "num_attention_heads": None}, r"its layers have more operators.* the longer a text "),
     ],
-    ids=["heads", "no language", "a loop"],
+    ids=["heads", "no language"],
 )
 def test_what_cannot_be_traced_is_refused_with_what_the_process_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], why: str
@@ -227,6 +226,23 @@ def test_what_cannot_be_traced_is_refused_with_what_the_process_said(
     (tmp_path / "config.json").write_text(json.dumps({**OPT, **more}))
     with pytest.raises(RequestError, match=f"{why}.*Give --params_per_layer N"):
         plan(str(tmp_path), gpu="H100-80GB", recipe="causal_lm", block_size=256)
+
+
+LINEAR = {"model_type": "qwen3_5_text", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 500,
+          "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+          "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
+
+
+@pytest.mark.nightly
+def test_kernels_of_packages_are_not_called_and_a_note_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fla").mkdir()
+    (tmp_path / "fla" / "__init__.py").write_text("def chunk_gated_delta_rule(**_): raise OSError('called')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(tracing, "_traced", IN_A_PROCESS)
+    (tmp_path / "config.json").write_text(json.dumps(LINEAR))
+    found = plan(str(tmp_path), gpu="H100-80GB", recipe="causal_lm", block_size=256, search=False)
+    assert any("With the kernels of causal_conv1d, fla, which transformers uses" in note for note in found.notes)
 
 
 OWN = """from transformers import LlamaConfig, LlamaForCausalLM

@@ -143,6 +143,14 @@ MEMORY = (
     ),
     Row(
         "measure/recording.py",
+        "torch:Tensor._base",
+        "read",
+        "what is written into a part is read of the whole",
+        "torch/csrc/autograd/python_variable.cpp, THPVariable_get_base",
+        "a public name",
+    ),
+    Row(
+        "measure/recording.py",
         "torch.utils._python_dispatch:TorchDispatchMode",
         "read",
         "every operator of a forward pass is written down",

@@ -5,22 +5,25 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
+from finetune.plan.forward.parts import Batch, Setting, pattern
 from finetune.plan.model import Trace
 from finetune.plan.values import ATTENTION
 
 LINEAR, SOFTMAX = ("mm", "addmm"), "_softmax"
+WRITE = "copy_"  # into another tensor, or a part of one
 LAYER = re.compile(r".*?\.\d+(?=\.)")  # the name of the layer that a parameter belongs to
 
 
 class Uses:
-    """What a trace's values are used for: in slices, by a softmax, by which attention; which storages die at each
-    operator; the head's place; and the values that no gradient reaches, such as scores of which only the best places
-    are read: what autograd saves for them is freed as soon as they are."""
+    """What a trace's values are used for: in slices, by a softmax, by which attention; of which whole a part that is
+    written to is; what each iteration of a loop makes and holds beyond it, and the tokens of an iteration; which
+    storages die at each operator; the head's place; and the values that no gradient reaches, such as scores of which
+    only the best places are read: what autograd saves for them is freed as soon as they are."""
 
     def __init__(self, trace: Trace) -> None:
         self.dying = defaultdict[int, list[int]](list)
@@ -32,6 +35,18 @@ class Uses:
         self.attentions = {number: op for name, op, number in users if name == ATTENTION}
         self.head = max((at for at, op in enumerate(trace.ops) if op["name"] in LINEAR and op["weights"]), default=-1)
         self.idle = _idle(trace)
+        wholes = dict[int, int]()
+        for op in trace.ops:
+            wholes |= {part: wholes.get(op["in"][0], op["in"][0]) for part in op["out"] if op["part"] and op["in"]}
+        written = {op["out"][0] for op in trace.ops if op["name"] == WRITE}
+        self.written = {part: whole for part, whole in wholes.items() if part in written}
+        self.held = {number for op in trace.ops for number in op.get("held", ())}
+        each = [op["times"][1] for op in trace.ops if "times" in op]  # iterations a token
+        self.chunk = max((round(1 / one) for one in each if one), default=1)
+
+    def filled(self, batch: Batch) -> Batch:
+        """With as many tokens as whole chunks have."""
+        return replace(batch, tokens=-(-batch.tokens // self.chunk) * self.chunk)
 
 
 def _idle(trace: Trace) -> set[int]:
@@ -78,6 +93,17 @@ def cuts_of(trace: Trace) -> list[Cut]:
         key = _key(trace, [op for _, op in ops], name, first, before) if layer is not None else segment
         found.append(Cut(ops, layer, name, first, key))
         before = first
+    return found
+
+
+def repeated(parts: list[Cut], setting: Setting) -> dict[int | None, Cut]:
+    """Layers that need not be played, each with one that it repeats."""
+    found = dict[int | None, Cut]()
+    for is_layer, group in groupby(parts, key=lambda part: part.layer is not None):
+        layers = list(group) if is_layer else []
+        first, period, repeats = pattern([(part.key, setting.recomputes(part.layer or 0)) for part in layers])
+        for place in range(first + period, first + repeats * period):
+            found[layers[place].layer] = layers[first + (place - first) % period]
     return found
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
+from operator import mul
 from typing import Any
 
 from finetune.plan.families.parts import IMAGES, VECTORS
 from finetune.plan.forward.attention import FUSED, Heads, attend, document_mask, kind_of
-from finetune.plan.forward.cuts import LINEAR, SOFTMAX, Cut, cuts_of, uses_of
+from finetune.plan.forward.cuts import LINEAR, SOFTMAX, WRITE, Cut, cuts_of, repeated, uses_of
 from finetune.plan.forward.expert_parallel import end_of_mixture, expert_parallel, mixture_of
 from finetune.plan.forward.losses import chunked_loss, output_in_fp32, vector_loss
-from finetune.plan.forward.parts import RNG_STATE_BYTES, Setting, pattern, renamed, terms
+from finetune.plan.forward.parts import RNG_STATE_BYTES, Setting, renamed, terms
 from finetune.plan.model import MLP, Trace
 from finetune.plan.values import ATTENTION, FP32_BYTES, HALF_BYTES, Gemm, Storage, Value
 
@@ -31,7 +31,7 @@ IN_FP32 = ("_log_softmax", "nll_loss_forward")  # likewise
 def tape_of_trace(trace: Trace, setting: Setting) -> Value:
     """Records the whole trace on the setting's tape, the middle of many like layers once; returns the result."""
     player, tape, parts = Player(trace, setting), setting.tape, cuts_of(trace)
-    alike, segments = _alike(parts, setting), dict[int | None, int]()  # by layer
+    alike, segments = repeated(parts, setting), dict[int | None, int]()  # by layer
     for part in parts:
         if old := alike.get(part.layer):
             at = segments[old.layer]
@@ -50,6 +50,7 @@ def tape_of_trace(trace: Trace, setting: Setting) -> Value:
                     return chunked_loss(setting, player.values[op["in"][0]], op["weights"][-1])
                 if player.is_expert_parallel(op):
                     skips_to = place + player.play_expert_parallel([one for _, one in part.ops[place:]])
+                tape.times = player.times(op)
                 if place >= skips_to:
                     player.play(op)
                 player.let_go(at)
@@ -62,32 +63,25 @@ def tape_of_trace(trace: Trace, setting: Setting) -> Value:
     return player.values[trace.result]
 
 
-def _alike(parts: list[Cut], setting: Setting) -> dict[int | None, Cut]:
-    """Layers that need not be played, each with one that it repeats."""
-    found = dict[int | None, Cut]()
-    for is_layer, group in groupby(parts, key=lambda part: part.layer is not None):
-        layers = list(group) if is_layer else []
-        first, period, repeats = pattern([(part.key, setting.recomputes(part.layer or 0)) for part in layers])
-        for place in range(first + period, first + repeats * period):
-            found[layers[place].layer] = layers[first + (place - first) % period]
-    return found
-
-
 class Player:
     def __init__(self, trace: Trace, setting: Setting) -> None:
         self.trace, self.setting, self.tape = trace, setting, setting.tape
         self.numbers, self.batch = self.tape.numbers, setting.batch
-        self.terms = terms(setting.head, self.batch)
         self.dropout = 0.5 if self.batch.drops else 0.0  # any probability
         self.values: dict[int, Value] = {}
         self.storages: dict[int, Storage] = {}
         self.whole: dict[int, int] = {}  # bytes per element before a conversion to fp32
         self.in_fp32: dict[int, str] = {}  # weights that a conversion to fp32 does not change
         self.seen = uses_of(trace)
+        self.terms = terms(setting.head, self.seen.filled(self.batch))
         self.masks: tuple[Value, ...] = ()  # of all attention without a mask of its own
 
     def size(self, fitted: Sequence[float]) -> int:
         return max(round(sum(one * term for one, term in zip(fitted, self.terms, strict=True))), 1)
+
+    def times(self, op: Any) -> int:
+        """How often it runs in place of iterations that were cut: less than never in a shorter loop."""
+        return round(sum(map(mul, op["times"], self.terms))) if "times" in op else 1
 
     def elements(self, number: int) -> int:
         return self.size(self.trace.values[number][0])
@@ -102,6 +96,8 @@ class Player:
 
     def put(self, number: int, value: Value) -> None:
         place = self.trace.values[number][2]
+        if number in self.seen.held:
+            value.storage.bytes, value.storage.copies = value.storage.bytes * value.storage.copies, 1
         self.values[number] = value
         self.storages[place] = value.storage
         is_last = self.trace.last[place] == len(self.trace.ops)
@@ -133,8 +129,12 @@ class Player:
         if names := [self.in_fp32[number] for number in op["in"] if number in self.in_fp32]:
             op = {**op, "in": [one for one in op["in"] if one not in self.in_fp32], "weights": names}
         name, inputs, weights = op["name"], [self.value(number) for number in op["in"]], op["weights"]
+        if name == WRITE and (base := self.seen.written.get(op["out"][0])) is not None:
+            self.put(base, self.tape.write(self.value(base), inputs[1]))
+            return
         is_idle = self.seen.idle.issuperset(op["out"])
-        if is_idle:
+        if is_idle or name.startswith("new_") or name.endswith("_like"):  # only sizes are read
+            op = op if inputs else {**op, "weights": []}  # converted for nothing
             inputs = [replace(one, needs_grad=False) for one in inputs]
         whole = max((self.whole.get(number, 0) for number in op["in"]), default=0)
         if len(op["out"]) > 1 and op["part"]:
@@ -199,7 +199,7 @@ class Player:
         if name == ATTENTION:
             return attend(self.setting, self.heads(op), *inputs, *(self.masks if len(inputs) == len("qkv") else ()))
         if name == "mul" and len(inputs) > 1:
-            return tape.multiply(*inputs)
+            return tape.multiply(*inputs, self.elements(op["out"][0]))
         if name == "bmm":
             gemm = Gemm(*map(self.size, op["gemms"][0]))
             return tape.matmul(inputs[0], inputs[1], gemm, casts=not op["inside"])  # positions are turned in fp32
@@ -267,7 +267,7 @@ class Player:
             saves_output=is_leaf or place in op["saved"], bytes_each=self.width(op, traced, inputs),
             extra_saved=sum(sides[number] for number in kept), weights=tuple(weights[::-1]),
             module=module, passes_on=name in PASSES_ON,
-            narrows=name == "cat", needs_grad=grad, **self.products(op, inputs, grad, trains),
+            narrows=name in ("cat", "stack"), needs_grad=grad, **self.products(op, inputs, grad, trains),
         )  # fmt: skip
         beside = tape.segments[-1].ops[-1].outputs
         for number in others:
