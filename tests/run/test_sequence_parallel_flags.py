@@ -151,6 +151,8 @@ LATENT = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
         ({**HEADS, "sliding_window": 64}, 2, 128, "the last 64 tokens"),
         ({**HEADS, "sliding_window": 64}, 2, None, "the last 64 tokens"),
         ({**HEADS, "layer_types": ["full_attention", "linear_attention"]}, 2, None, "has linear_attention layers"),
+        ({**HEADS, "linear_conv_kernel_dim": 4}, 2, None, "which read a text in order"),
+        ({"state_size": 16}, 2, None, r"layers with a state \(state_size\)"),
         ({**HEADS, "layerdrop": 0.1}, 2, None, "layerdrop"),
         ({**HEADS, **LATENT, "v_head_dim": 16}, 2, None, r"differ in size \(24 and 16\)"),
     ],

@@ -47,6 +47,8 @@ NOT_TILED = {
 OF_EXPERTS = "a part of the tokens of a mixture may not reach every expert"
 OF_DROPOUT = "its MLPs have dropout, which the backward pass would draw again"
 FULL, SLIDING = "full_attention", "sliding_attention"
+# Keys of configs of state-space and linear attention layers: Mamba, Jamba, other hybrids, Qwen3-Next, RecurrentGemma.
+OF_STATES = ("mamba_d_state", "state_size", "ssm_state_size", "linear_conv_kernel_dim", "lru_width")
 
 
 @dataclass
@@ -160,6 +162,8 @@ def check_heads(read: Callable[[str], Any], size: int, block: int | None, ranks:
     kinds = set(read("layer_types") or ())
     if others := sorted(kinds - {FULL, SLIDING}):
         raise RequestError(f"{said}: the model has {others[0]} layers, which read a text in order. Drop it.")
+    if key := next((name for name in OF_STATES if read(name)), None):
+        raise RequestError(f"{said}: the model has layers with a state ({key}), which read a text in order. Drop it.")
     window = read("sliding_window") if read("use_sliding_window") is not False else None
     if isinstance(window, int) and SLIDING in (kinds or {SLIDING}) and (block or window + 1) > window:
         raise RequestError(
