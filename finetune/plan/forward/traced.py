@@ -199,7 +199,7 @@ class Player:
         if name == ATTENTION:
             return attend(self.setting, self.heads(op), *inputs, *(self.masks if len(inputs) == len("qkv") else ()))
         if name == "mul" and len(inputs) > 1:
-            return tape.multiply(*inputs, self.elements(op["out"][0]))
+            return tape.multiply(inputs[0], inputs[1], self.elements(op["out"][0]))
         if name == "bmm":
             gemm = Gemm(*map(self.size, op["gemms"][0]))
             return tape.matmul(inputs[0], inputs[1], gemm, casts=not op["inside"])  # positions are turned in fp32
