@@ -57,7 +57,7 @@ def keep_freed_memory() -> None:
 
     Otherwise, tensors above its threshold, which grows up to 32 MiB, go back to the kernel when they are freed, and the
     kernel clears the pages of the next ones (glibc 2.36, malloc.c, munmap_chunk). Huge pages, which torch asks for with
-    THP_MEM_ALLOC_ENABLE=1, then gain nothing, and cost memory where lengths vary (docs/results/limit.md).
+    THP_MEM_ALLOC_ENABLE=1, then gain nothing, and cost memory where lengths vary (benchmarks/switches.py: memory).
     """
     given = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(n.startswith("MALLOC_") for n in os.environ)
     if "CS_GNU_LIBC_VERSION" in os.confstr_names and not given:
