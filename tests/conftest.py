@@ -182,6 +182,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores
         return
     config.option.loadscopereorder = False  # xdist would begin with the files of most tests, which are short
+    config.option.maxworkerrestart = "1"  # xdist runs the test again that ended a worker: a hang twice is one for ever
     home = Path(tempfile.mkdtemp(prefix="finetune-tests-"))
     config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
     os.environ["FINETUNE_CACHE"] = str(home / "prepared")  # shared by the runs of one test session, and by nothing else
