@@ -36,6 +36,7 @@ def memory() -> Iterator[Memory]:
 
 
 def other_side(memory: Memory) -> Memory:
+    memory.wait()
     return Memory(memory.handle, memory.segments)
 
 
@@ -63,11 +64,21 @@ def test_the_file_is_the_one_that_torch_writes_though_all_has_changed_since(memo
         memory.clear()
         pickled = copied(found, Storages(memory))
     size = memory.bytes
+    memory.wait()
     for tensor in [*found["views"], *found["kinds"], found["large"]]:
         tensor.zero_()
     torch.save(restored(pickled, other_side(memory)), tmp_path / "two" / "file.pt")
     assert (tmp_path / "one" / "file.pt").read_bytes() == (tmp_path / "two" / "file.pt").read_bytes()
     assert size <= 3 * SEGMENT_BYTES, "it is used again"
+
+
+def test_what_its_caller_does_not_keep_is_held_until_it_is_copied(memory: Memory) -> None:
+    pickled = copied([torch.full((SEGMENT_BYTES // 4,), float(number)) for number in range(4)], Storages(memory))
+    others = [torch.zeros(SEGMENT_BYTES // 4) for _ in range(4)]  # in its place, if it is free
+    found = restored(pickled, other_side(memory))
+    assert [float(one.min()) for one in found] == [float(one.max()) for one in found] == [0.0, 1.0, 2.0, 3.0]
+    assert len(others) == 4
+    assert memory.threads == []
 
 
 def test_tensors_that_share_their_memory_still_do(memory: Memory) -> None:
@@ -198,6 +209,7 @@ def test_weights_in_a_storage_that_they_fill_are_copied_once_for_all_files(memor
     assert flat.nbytes <= used < flat.nbytes + 1000, "not the storage of `part`, of which it is little"
     pickled = copied({"module": {"a": weights["a"]}}, Storages(memory, storages))
     assert sum(memory.used) == used
+    memory.wait()
     for tensor in (flat, large):
         tensor.zero_()
     found = restored_weights(places, other_side(memory))

@@ -85,8 +85,9 @@ class Writer:
         return [copy.name for copy in self.copies]
 
     def keep(self, path: str | Path, content: Any, is_zip: bool = True) -> bool:
-        """Copy what torch.save would write to `path`. False if the caller must write it: no save is in progress, or
-        the content has classes or devices that only this process knows."""
+        """Begin to copy what torch.save would write to `path`; until the save is handed over, nothing may change its
+        tensors. False if the caller must write it: no save is in progress, or the content has classes or devices that
+        only this process knows."""
         if self.folder is None or not Path(path).is_relative_to(self.folder):
             return False
         try:
@@ -147,6 +148,8 @@ class Writer:
         self.copies.append(Copy(str(path.relative_to(self.folder)), copied_weights(weights, self.memory), metadata))
 
     def hand_over(self, job: Job) -> None:
+        """Describe the job to the process, once all is copied."""
+        self.memory.wait()
         self.folder, self.commits, self.storages = None, job.keeper is not None, Storages(self.memory)
         words = bytearray(pickle.dumps(replace(job, copies=tuple(self.copies))))
         place = self.memory.put(torch.frombuffer(words, dtype=torch.uint8))  # too large for a pipe's buffer
