@@ -39,7 +39,8 @@ ENVIRONMENTS = {  # any setting of glibc's malloc switches ours off; this one is
     "huge pages": {"THP_MEM_ALLOC_ENABLE": "1"},
 }
 SHORT_ROUNDS = 4  # of each process of the layout `memory`
-OURS = {"find_unused_parameters": True, "gradient_as_bucket_view": True}  # the first is the Trainer's for any model
+# `find_unused_parameters` is the Trainer's for any model.
+OURS = {"find_unused_parameters": True, "gradient_as_bucket_view": True, "hook": "touched rows"}
 OPTIONS: dict[str, dict[str, Any]] = {
     SHIPPED: OURS,
     "gradient_as_bucket_view=False": {**OURS, "gradient_as_bucket_view": False},
@@ -47,7 +48,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "static_graph=True": {**OURS, "find_unused_parameters": False, "static_graph": True},
     "broadcast_buffers=False": {**OURS, "broadcast_buffers": False},
     "bucket_cap_mb=100": {**OURS, "bucket_cap_mb": 100},
-    "gradients sent in bf16": {**OURS, "hook": True},
+    "all rows of embeddings sent": {**OURS, "hook": None},
+    "gradients sent in bf16": {**OURS, "hook": "bf16"},
 }
 
 
@@ -143,6 +145,7 @@ def options(rounds: int, result: Path, half: bool) -> None:
     from finetune.models import short_attention
     from finetune.models.dropout import use_fast_dropout
     from finetune.training.runtime import keep_freed_memory
+    from finetune.training.touched_rows import exchange, tables_of
 
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // RANKS))
     keep_freed_memory()
@@ -155,10 +158,12 @@ def options(rounds: int, result: Path, half: bool) -> None:
         model.set_attn_implementation(short_attention.NAME if half else "sdpa")
         use_fast_dropout(model)
         settings = dict(chosen)
-        hook = settings.pop("hook", False)
+        hook = settings.pop("hook")
         wrapped = nn.parallel.DistributedDataParallel(model, **settings)
-        if hook:
+        if hook == "bf16":
             wrapped.register_comm_hook(None, bf16_compress_hook)
+        elif hook:
+            wrapped.register_comm_hook({id(table) for table in tables_of(wrapped)}, exchange)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
         def step() -> None:

@@ -51,6 +51,7 @@ from finetune.training.saving import SavingMixin, check_push
 from finetune.training.schedules import OURS, make_schedule
 from finetune.training.sequence_parallel import SequenceParallel
 from finetune.training.speed import FLOPS_PER_PARAM_AND_TOKEN, SpeedMeter, by_steady_clock, peak_memory_bytes
+from finetune.training.touched_rows import TouchedRows
 from finetune.training.watch import watching
 
 
@@ -105,7 +106,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         if compression and compression.ddp_comm_hook == "onebit_adam":
             self.optimizer_cls_and_kwargs = OneBitAdam, self.get_optimizer_cls_and_kwargs(self.args)[1]
         always = (self.sequence, self.speed, self.running_loss, GoOn(self), SavesLast(), self.saves.beside, self.stop)
-        for callback in filter(None, (*always, self.nan_guard, self.comm_hook)):
+        for callback in filter(None, (*always, TouchedRows(self), self.nan_guard, self.comm_hook)):
             self.add_callback(callback)
 
     def _settle_deepspeed(self, config: dict[str, Any]) -> None:
@@ -219,8 +220,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         self.sequence.begin(inputs, self.model)
-        beside = self.teacher or self.running_loss.sources
-        model = beside.beside(model) if beside else model
+        model = beside.beside(model) if (beside := self.teacher or self.running_loss.sources) else model
         given = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return poisoned(given) if self.suspect and not return_outputs and torch.is_grad_enabled() else given
 
