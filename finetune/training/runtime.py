@@ -192,3 +192,12 @@ def _layers(model: nn.Module) -> list[str]:
     """The classes of the modules in the model's longest ModuleList."""
     lists = [one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one) > 1]
     return sorted({type(layer).__name__ for layer in max(lists, key=len)}) if lists else []
+
+
+def cpu_adam(args: Any) -> tuple[Any, dict[str, Any]]:
+    """DeepSpeed's AdamW for states in CPU memory, with the Trainer's weight decay groups: a section in the JSON would
+    also apply weight decay to biases and norms (transformers, integrations/deepspeed.py, deepspeed_optim_sched)."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    betas = (args.adam_beta1, args.adam_beta2)
+    return DeepSpeedCPUAdam, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "adamw_mode": True}

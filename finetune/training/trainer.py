@@ -46,7 +46,7 @@ from finetune.training.loss import settle_trainer
 from finetune.training.reshard.resuming import Reshard
 from finetune.training.resuming import Epochs, GoOn, OwnSettings, SavesLast
 from finetune.training.running_loss import RunningLoss
-from finetune.training.runtime import settle_fsdp
+from finetune.training.runtime import cpu_adam, settle_fsdp
 from finetune.training.saving import SavingMixin, check_push
 from finetune.training.schedules import OURS, make_schedule
 from finetune.training.sequence_parallel import SequenceParallel
@@ -116,6 +116,8 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         if wants_trainer_clipping(config):
             self.clips_itself = True
             config["gradient_clipping"] = 0.0  # once is enough
+        # Ranks have agreed on the step, which the tag is made of.
+        config.setdefault("checkpoint", {}).setdefault("tag_validation", "Ignore")
         if wants_cpu_adam(config):
             self.optimizer_cls_and_kwargs = cpu_adam(self.args)
             # accelerate 1.15 would rebuild it as Adam, which decays weights through the gradient: it only recognizes
@@ -289,12 +291,3 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
 
 class FinetuneTrainer(FinetuneMixin, Trainer):
     """The Trainer that recipes use."""
-
-
-def cpu_adam(args: Any) -> tuple[Any, dict[str, Any]]:
-    """DeepSpeed's AdamW for states in CPU memory, with the Trainer's weight decay groups: a section in the JSON would
-    also apply weight decay to biases and norms (transformers, integrations/deepspeed.py, deepspeed_optim_sched)."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    betas = (args.adam_beta1, args.adam_beta2)
-    return DeepSpeedCPUAdam, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "adamw_mode": True}

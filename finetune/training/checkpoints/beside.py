@@ -72,13 +72,16 @@ class Writer:
         other.close()
         self.connection: Connection = own
 
-    def begin(self, place: Path) -> None:
+    def begin(self, place: Path, ahead: Iterable[torch.Tensor] = ()) -> None:
         if self.process.poll() is not None:
             self.start()
         self.memory.clear()
         self.storages = Storages(self.memory)
         self.folder, self.outer, self.copies, self.reports = folder_of(place), outer_of(place), [], []
         self.sent = False
+        for tensor in ahead:
+            self.storages.put(tensor.untyped_storage())
+        self.storages.begin()
 
     @property
     def names(self) -> list[str]:

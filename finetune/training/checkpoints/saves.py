@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from transformers import TrainerCallback
 from transformers.integrations import get_reporting_integration_callbacks
 
@@ -43,6 +44,9 @@ class Saved(Protocol):
 
     def obstacle(self) -> str | None:
         """Why it cannot be copied to memory, or None."""
+
+    def ahead(self) -> Iterable[torch.Tensor]:
+        """Tensors of this rank that every save copies, of those whose copies can begin before the engine saves."""
 
 
 class Saves:
@@ -137,7 +141,7 @@ class SavesBeside(TrainerCallback):
     def begin(self, place: Path) -> None:
         assert self.writer is not None
         self.place = place
-        self.writer.begin(place)
+        self.writer.begin(place, self.saves.saved.ahead())
 
     def later(self) -> set[str]:
         assert self.writer is not None

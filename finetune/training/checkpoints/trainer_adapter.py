@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+import torch
 
 from finetune.training.checkpoints.manifest import Layout
 from finetune.training.checkpoints.space import copied_bytes, trainer_bytes
+from finetune.training.resuming import innermost
 
 
 class TrainerSaved:
@@ -33,6 +37,19 @@ class TrainerSaved:
             if "nvme" in places:
                 return "state offloaded to NVMe cannot be copied to memory"
         return None
+
+    def ahead(self) -> Iterator[torch.Tensor]:
+        """Under ZeRO-1 and 2 DeepSpeed asks for them only after several messages between ranks."""
+        if self.layout.zero_stage not in (1, 2) or self.trainer.args.save_only_model:
+            return
+        if self.trainer.args.should_save:
+            yield from self._on_cpu(self.trainer.model.parameters())
+        inner = innermost(self.trainer.optimizer)
+        yield from self._on_cpu(tensor for group in inner.param_groups for tensor in group["params"])
+        yield from self._on_cpu(tensor for state in inner.state.values() for tensor in state.values())
+
+    def _on_cpu(self, tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
+        return (one for one in tensors if isinstance(one, torch.Tensor) and one.device.type == "cpu" and one.numel())
 
     def _zero(self) -> dict[str, Any]:
         config = self.trainer.accelerator.state.deepspeed_plugin.deepspeed_config

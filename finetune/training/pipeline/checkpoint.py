@@ -110,6 +110,9 @@ class Checkpoints:
     def obstacle(self) -> str | None:
         return None  # a pipeline keeps nothing on NVMe
 
+    def ahead(self) -> tuple[torch.Tensor, ...]:
+        return ()  # what it saves is cut from DeepSpeed's tensors
+
     def _own_bytes(self) -> int:
         counts = [p.numel() for name, p in self.built.named.items() if name in self.mine and self.writes]
         has_momentum = bool(self.built.engine.optimizer.param_groups[0].get("momentum"))
