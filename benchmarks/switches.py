@@ -161,7 +161,9 @@ def options(rounds: int, result: Path, half: bool) -> None:
         hook = settings.pop("hook")
         wrapped = nn.parallel.DistributedDataParallel(model, **settings)
         if hook == "bf16":
-            wrapped.register_comm_hook(None, bf16_compress_hook)
+            wrapped.register_comm_hook(
+                None, lambda state, bucket: bf16_compress_hook(state, bucket)
+            )  # not on gloo, says DDP
         elif hook:
             wrapped.register_comm_hook({id(table) for table in tables_of(wrapped)}, exchange)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
