@@ -161,9 +161,8 @@ def options(rounds: int, result: Path, half: bool) -> None:
         hook = settings.pop("hook")
         wrapped = nn.parallel.DistributedDataParallel(model, **settings)
         if hook == "bf16":
-            wrapped.register_comm_hook(
-                None, lambda state, bucket: bf16_compress_hook(state, bucket)
-            )  # not on gloo, says DDP
+            # By its own name DDP refuses it on gloo.
+            wrapped.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
         elif hook:
             wrapped.register_comm_hook({id(table) for table in tables_of(wrapped)}, exchange)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)

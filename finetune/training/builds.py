@@ -110,7 +110,7 @@ def _tell(ops: frozenset[str]) -> None:
 
 def _at_work(op: str, lock: Path) -> str:
     if str(lock.resolve()) in _open_files():
-        return f"compiling DeepSpeed's {op}, which takes minutes; again only after another environment did"
+        return f"compiling DeepSpeed's {op}, which takes minutes. It is kept for later runs of this environment"
     return (
         f"waiting for a build of DeepSpeed's {op} that no process here is running: a killed one left {lock}. "
         "Stop this run, delete the file and start again, unless another machine or container is compiling there now."

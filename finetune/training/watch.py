@@ -16,6 +16,8 @@ from pathlib import Path
 
 from torch import distributed
 
+from finetune.errors import RunError
+from finetune.run.supervised import tell_end
 from finetune.training.checkpoints.writing import every
 from finetune.training.guards.memory import advice, oom_kills
 from finetune.training.guards.pulse import (
@@ -114,11 +116,9 @@ def _watch(
                 time.sleep(QUIET_RANKS_WAIT_SECONDS)
             elif rank == living:
                 names = ", ".join(f"{name_of(other)} {what}{_by(peers.pids[other])}" for other, what in dead.items())
-                print(
-                    f"\nerror: {names}, and the run cannot go on without it. {_why(kills, folder)}{MEND}",
-                    file=sys.stderr,
-                )
-                sys.stderr.flush()
+                said = f"{names}, and the run cannot go on without it. {_why(kills, folder)}"
+                print(f"\nerror: {said}{MEND}", file=sys.stderr, flush=True)
+                tell_end(1, RunError(said))
             else:
                 time.sleep(QUIET_RANKS_WAIT_SECONDS)
             os._exit(1)

@@ -32,6 +32,9 @@ def spoil(trainer: PipelineTrainer) -> None:
 
 
 def held_up(trainer: PipelineTrainer) -> None:
+    if trainer.state.global_step > 8:
+        save(trainer)
+        return
     trainer.saves.beside.finish()
     writer = trainer.saves.beside.writer
     assert writer is not None

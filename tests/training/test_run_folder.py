@@ -115,6 +115,12 @@ def test_a_full_disk_is_told_from_other_errors(error: Exception, tmp_path: Path)
         raise KeyError("something else")
 
 
+def test_a_run_folder_that_somebody_has_deleted_is_said_to_be_gone(tmp_path: Path) -> None:
+    gone = tmp_path / "run"
+    with pytest.raises(RunError, match=r"run is gone: it was deleted.*what was saved there\. "), explained_disk_errors(gone):
+        (gone / "metrics.jsonl").open("a")
+
+
 @pytest.mark.parametrize("words", ["[enforce fail at inline_container.cc:595]", "basic_ios::clear: iostream error"])
 def test_torchs_words_mean_a_full_disk_only_where_it_is_full(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -181,6 +181,39 @@ def test_a_writer_that_is_killed_is_told_of_at_the_step_and_ends_the_run(
     assert problems(tmp_path / "checkpoint-2", hashes=True) == []
 
 
+def test_after_a_lost_save_the_run_saves_anew_at_once_and_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def kill(trainer: FinetuneTrainer, step: int) -> None:
+        if step == 4:
+            os.kill(writer_of(trainer).process.pid, signal.SIGSTOP)
+            os.kill(writer_of(trainer).process.pid, signal.SIGKILL)
+            writer_of(trainer).process.wait()
+
+    train(tmp_path, "on", kill, max_steps=8, save_steps=4)
+    said = "".join(capfd.readouterr())
+    assert said.count("warning: rank 0: checkpoint-4 is not saved: the process that writes it was killed by SIGK") == 1
+    assert said.count("note: checkpoint-4 could not be saved: the process that writes it was killed by SIGKILL") == 1
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["checkpoint-8", "checkpoint-5"]
+    assert [problems(path, hashes=True) for path in checkpoints_in(tmp_path)] == [[], []]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-5", "checkpoint-8", "latest"]
+
+
+def test_a_writer_that_stands_still_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(beside, "PATIENCE_SECONDS", 0.5)
+    pids: list[int] = []
+
+    def hold(trainer: FinetuneTrainer, step: int) -> None:
+        pids.append(writer_of(trainer).process.pid)
+        hold_up(trainer, 1.5)
+
+    train(tmp_path, "on", hold, max_steps=2)
+    said = f"rank 0 has waited 0.5 s for checkpoint-2, which process {pids[0]} writes. It is stopped: continue it with"
+    assert capfd.readouterr().out.count(said) == 1
+
+
 def test_a_writer_that_still_imports_is_deaf_to_the_signals_that_its_group_gets() -> None:
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     writer = beside.Writer()

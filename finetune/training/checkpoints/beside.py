@@ -22,6 +22,7 @@ import torch
 
 from finetune.errors import first_line
 from finetune.run.environment import environment_of_child
+from finetune.run.files import UNFINISHED
 from finetune.training.checkpoints.copies import (
     Memory,
     OtherDeviceError,
@@ -32,9 +33,11 @@ from finetune.training.checkpoints.copies import (
 )
 from finetune.training.checkpoints.learned import Learned
 from finetune.training.checkpoints.writer_process import Copy, Job, Report, main
-from finetune.training.checkpoints.writing import OtherRankError, folder_of, outer_of
+from finetune.training.checkpoints.writing import OtherRankError, folder_of, outer_of, rank
 
 MEANT_FOR_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # which end the process
+PATIENCE_SECONDS = 60.0  # after which a rank that waits for its writer says so
+STATES = {"T": "It is stopped: continue it with kill -CONT.", "D": "It waits for the disk."}  # proc(5)
 ENDING_SECONDS = 60.0  # how long a failing rank waits for the others' parts, once its own is on disk
 
 
@@ -184,6 +187,7 @@ class Writer:
 
     def wait(self, whole: bool) -> Report:
         """Wait until this part is on disk, or the `whole` checkpoint in place. Raises OtherRankError or OSError."""
+        late = time.monotonic() + PATIENCE_SECONDS
         while True:
             error = self.look()
             found = [report for report in self.reports if report.is_whole or not whole]
@@ -192,8 +196,20 @@ class Writer:
                 raise OSError(number, os.strerror(number)) if number else OtherRankError(error)
             if found:
                 return found[-1]
+            if time.monotonic() > late:
+                late = math.inf
+                print(f"note: rank {rank()} has waited {PATIENCE_SECONDS:g} s for {self._at_work()}", flush=True)
             with suppress(EOFError, OSError):
                 self.connection.poll(0.2)
+
+    def _at_work(self) -> str:
+        """What the process writes, and whether it stands still."""
+        place = self.outer.name.removeprefix(UNFINISHED) if self.outer else "a checkpoint"
+        try:
+            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            state = ""
+        return f"{place}, which process {self.process.pid} writes. {STATES.get(state, 'It is at work.')}"
 
     def close(self, gives_time: bool = False) -> None:
         """End the process; with `gives_time`, first let the checkpoint in progress finish. This rank stays alive until

@@ -4,6 +4,7 @@ continues (--async_save)."""
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.integrations import get_reporting_integration_callbacks
 
-from finetune.errors import first_line
+from finetune.errors import RunError, first_line
 from finetune.run.files import STATE_FILE
 from finetune.run.flags.guards import WORTH_BYTES
 from finetune.training.checkpoints.atomic_folder import AtomicFolder
@@ -24,7 +25,17 @@ from finetune.training.checkpoints.manifest import Layout
 from finetune.training.checkpoints.rotation import Keeper
 from finetune.training.checkpoints.space import check_space, free_memory
 from finetune.training.checkpoints.writer_process import Job
-from finetune.training.checkpoints.writing import About, by_first, every, explained, leads, rank, ranks, together
+from finetune.training.checkpoints.writing import (
+    About,
+    by_first,
+    every,
+    explained,
+    leads,
+    outer_of,
+    rank,
+    ranks,
+    together,
+)
 
 MEMORY_SHARE = 0.5  # of a host's free memory: the most that the copies may take
 
@@ -70,7 +81,7 @@ class Saves:
         trainer, state, place = self.trainer, self.trainer.state, self.place
         size, layout = trainer.global_batch_size, self.saved.layout
         about = About(state.global_step, state.epoch, size, layout, trainer.identity)
-        self.beside.finish(place.name)
+        self.beside.settle(place.name)
         self.check_space(f"step {about.step}")
         beside = self.beside.of(about)
         with (whole := AtomicFolder(place, about, beside)) as folder:
@@ -189,6 +200,19 @@ class SavesBeside(TrainerCallback):
         if leads():
             self.saves.keeper.trusted = report.trusted
 
+    def settle(self, because: str) -> None:
+        """`finish` before another save. If the checkpoint in progress could not be written, that save and all later
+        ones are synchronous: whatever was in the way may be gone, and if not, the save says so."""
+        place = self.place
+        try:
+            self.finish(because)
+        except RunError as error:
+            assert place is not None
+            if leads():
+                shutil.rmtree(outer_of(place), ignore_errors=True)
+            why = first_line(error.__cause__ or error)
+            self._say(f"note: {place.name} could not be saved: {why}. Saves are synchronous from here on.")
+
     def close(self, gives_time: bool = False) -> None:
         """Stop writing; with `gives_time`, first let the checkpoint in progress finish (Writer.close)."""
         if self.writer is not None:
@@ -203,7 +227,7 @@ class SavesBeside(TrainerCallback):
             copy_for(engine, self.keep)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Each rank on its own: an error of its writer ends the run at its next save, or at its end."""
+        """Each rank on its own: after an error of its writer, all save anew as soon as they have agreed to."""
         if self.writer is None or self.place is None or self.place.name in self.said:
             return
         error = self.writer.look()
@@ -211,10 +235,11 @@ class SavesBeside(TrainerCallback):
             self.said.add(self.place.name)
             print(
                 f"\nwarning: rank {rank()}: {self.place.name} is not saved: {error}. Earlier checkpoints are whole. "
-                "The run will end with status 1 at its next save, or at its end.",
+                "The ranks save anew after this step or the next.",
                 file=sys.stderr,
                 flush=True,
             )
+            self.saves.trainer.stop.has_lost_a_save = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.finish()
