@@ -23,7 +23,7 @@ from finetune.errors import InterruptedRunError
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)  # sent by Slurm (--signal); sent by Kubernetes and the launchers
 POLL_SECONDS = 0.2
-SAVE_ANEW = 1  # what a rank casts whose asynchronous save has failed; signals are larger
+SAVE_AGAIN = 1  # what a rank casts whose asynchronous save has failed; signals are larger
 
 
 class StopOnSignal(TrainerCallback):
@@ -45,6 +45,7 @@ class StopOnSignal(TrainerCallback):
         self.steps = 0  # finished since training began
         self.received = 0  # the signal that this rank received
         self.has_lost_a_save = False  # this rank's asynchronous one has failed
+        self.owes_a_save = False  # all ranks have agreed that one has
         self.agreed = 0  # the signal that all ranks have agreed on
         self.ballot: _Ballot | None = None
         self.handlers: dict[signal.Signals, Any] = {}  # the handlers that ours replaced
@@ -65,14 +66,14 @@ class StopOnSignal(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.steps += 1
-        number = self.received or SAVE_ANEW * self.has_lost_a_save
-        self.agreed, self.has_lost_a_save = self.ballot.cast(number) if self.ballot else number, False
-        if self.ballot and control.should_evaluate and not self.agreed:  # evaluation may take long: ask again now
-            self.agreed = self.ballot.cast(self.received)
-        if self.agreed == SAVE_ANEW:
-            self.agreed, control.should_save = 0, True
-        if not self.agreed:
+        number, self.has_lost_a_save = self.received or SAVE_AGAIN * self.has_lost_a_save, False
+        agreed = self.ballot.cast(number) if self.ballot else number
+        if self.ballot and control.should_evaluate and agreed <= SAVE_AGAIN:  # evaluation may take long: ask again now
+            agreed = max(agreed, self.ballot.cast(self.received))
+        self.owes_a_save |= agreed == SAVE_AGAIN
+        if agreed <= SAVE_AGAIN:
             return
+        self.agreed = agreed
         control.should_training_stop, control.should_evaluate = True, False
         if args.save_strategy == SaveStrategy.NO:
             self._leave(args, state)

@@ -231,7 +231,7 @@ def explained_disk_errors(folder: Path, launch: Launch | None = None) -> Iterato
     except Exception as error:
         if is_out_of_memory(error):
             raise out_of_memory(error, folder, launch) from None  # the traceback would keep the memory in use
-        if not folder.exists() and isinstance(error, FileNotFoundError):
+        if isinstance(error, FileNotFoundError) and _is_of(folder, error) and not folder.exists():
             raise RunError(
                 f"{folder} is gone: it was deleted, renamed or unmounted under the run, with what was saved there. "
                 "Bring it back, then --resume allow; or start anew."

@@ -16,7 +16,8 @@ MOST_ROWS = 0.5  # share of a table's rows; with more, it is sent whole
 
 
 class TouchedRows(TrainerCallback):
-    """DDP's communication hook, unless the run has another one or the model no such embedding."""
+    """DDP's communication hook, unless the run has another one, the model no such embedding, or `--torch_compile` wraps
+    it once more."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -47,7 +48,8 @@ def tables_of(model: nn.Module) -> list[nn.Parameter]:
 
 
 def exchange(tables: set[int], bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The hook: a future of the bucket's mean gradients. `tables` has the ids of the embeddings' weights."""
+    """The hook: a future of the bucket's mean gradients. `tables` has the ids of the embeddings' weights. It waits for
+    the other ranks within the backward pass, which must hold no other collectives."""
     apart = [
         gradient
         for weight, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)

@@ -105,7 +105,7 @@ class FinetuneMixin(EvaluatingMixin, SavingMixin):
         self.comm_hook = Compression(compression, self) if compression and compression.is_on else None
         if compression and compression.ddp_comm_hook == "onebit_adam":
             self.optimizer_cls_and_kwargs = OneBitAdam, self.get_optimizer_cls_and_kwargs(self.args)[1]
-        always = (self.sequence, self.speed, self.running_loss, GoOn(self), SavesLast(), self.saves.beside, self.stop)
+        always = (self.sequence, self.speed, self.running_loss, GoOn(self), self.saves.beside, SavesLast(), self.stop)
         for callback in filter(None, (*always, TouchedRows(self), self.nan_guard, self.comm_hook)):
             self.add_callback(callback)
 

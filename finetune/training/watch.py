@@ -118,7 +118,9 @@ def _watch(
                 names = ", ".join(f"{name_of(other)} {what}{_by(peers.pids[other])}" for other, what in dead.items())
                 said = f"{names}, and the run cannot go on without it. {_why(kills, folder)}"
                 print(f"\nerror: {said}{MEND}", file=sys.stderr, flush=True)
-                tell_end(1, RunError(said))
+                telling = threading.Thread(target=tell_end, args=(1, RunError(said)), daemon=True)  # a disk may hang
+                telling.start()
+                telling.join(QUIET_RANKS_WAIT_SECONDS)
             else:
                 time.sleep(QUIET_RANKS_WAIT_SECONDS)
             os._exit(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,6 +79,16 @@ def test_what_its_caller_does_not_keep_is_held_until_it_is_copied(memory: Memory
     found = restored(pickled, other_side(memory))
     assert [float(one.min()) for one in found] == [float(one.max()) for one in found] == [0.0, 1.0, 2.0, 3.0]
     assert len(others) == 4
+
+
+def test_what_no_thread_has_begun_to_copy_is_held_and_copied_by_the_one_that_waits(memory: Memory) -> None:
+    memory.pool.shutdown()
+    memory.pool = SimpleNamespace(submit=lambda *_: Future())  # type: ignore[assignment]
+    pickled = copied([torch.full((SEGMENT_BYTES // 4,), float(number)) for number in range(3)], Storages(memory))
+    others = [torch.zeros(SEGMENT_BYTES // 4) for _ in range(3)]
+    found = restored(pickled, other_side(memory))
+    assert [float(one.min()) for one in found] == [float(one.max()) for one in found] == [0.0, 1.0, 2.0]
+    assert len(others) == 3
 
 
 def test_tensors_that_share_their_memory_still_do(memory: Memory) -> None:

@@ -16,6 +16,7 @@ from finetune.errors import RunError
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.training.checkpoints.manifest import read_manifest
 from finetune.training.checkpoints.space import check_space, copied_bytes, stage_bytes, states_bytes, trainer_bytes
+from finetune.training.checkpoints.trainer_adapter import TrainerSaved
 from finetune.training.trainer import FinetuneTrainer
 
 CONFIG = GPTLiteConfig(vocab_size=2000, num_hidden_layers=2, hidden_size=256, num_attention_heads=4)
@@ -44,6 +45,36 @@ def stand_in(trained: int, frozen: int, fsdp: bool = False, peft: bool = False, 
     model = SimpleNamespace(parameters=lambda: iter(parameters), **({"peft_config": {}} if peft else {}))
     args = SimpleNamespace(optim="adamw_torch", optim_args=None, save_only_model=False, **values)
     return SimpleNamespace(model=model, args=args, is_fsdp_enabled=fsdp)
+
+
+def engine_of(stage: int, saves: bool = True, **values: Any) -> TrainerSaved:
+    """Of a trainer after a step, whose model has a trained and a frozen weight."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5, bias=False), torch.nn.Linear(5, 7, bias=False))
+    model[0].weight.requires_grad = False
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(20))])
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(20)
+    optimizer.step()
+    zero = {"zero_optimization": {"stage": stage}}
+    state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config=zero))
+    args = SimpleNamespace(**{"world_size": 2, "should_save": saves, "save_only_model": False, **values})
+    wrapped = SimpleNamespace(optimizer=SimpleNamespace(optimizer=optimizer))
+    accelerator = SimpleNamespace(state=state)
+    return TrainerSaved(
+        SimpleNamespace(model=model, args=args, optimizer=wrapped, accelerator=accelerator, is_deepspeed_enabled=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("saved", "sizes"),
+    [
+        pytest.param(engine_of(2), [35, 20, 1, 20, 20], id="the weights that are trained, and this rank's states"),
+        pytest.param(engine_of(1, saves=False), [20, 1, 20, 20], id="another rank writes the weights"),
+        pytest.param(engine_of(2, save_only_model=True), [], id="no states"),
+        pytest.param(engine_of(3), [], id="ZeRO-3 gathers weights first"),
+    ],
+)
+def test_what_every_save_copies_is_copied_ahead(saved: TrainerSaved, sizes: list[int]) -> None:
+    assert [tensor.numel() for tensor in saved.ahead()] == sizes
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,16 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import distributed
+from transformers import TrainerControl
+from transformers.trainer_utils import SaveStrategy
 
 from finetune.errors import InterruptedRunError
-from finetune.training.interruption import StopOnSignal, _Ballot, deaf_to_sigterm
+from finetune.training.interruption import SAVE_AGAIN, StopOnSignal, _Ballot, deaf_to_sigterm
 
 
 @pytest.fixture
@@ -31,6 +34,39 @@ def alone(tmp_path: Path) -> Iterator[torch.device]:
 def test_a_vote_is_told_with_the_next_one(alone: torch.device) -> None:
     ballot = _Ballot(alone)
     assert [ballot.cast(number) for number in (0, signal.SIGUSR1, 0, 0)] == [0, 0, signal.SIGUSR1, 0]
+
+
+@pytest.mark.parametrize(
+    ("votes", "evaluates", "owed", "stops"),
+    [
+        ([0], False, False, 0),
+        ([SAVE_AGAIN], False, True, 0),
+        ([signal.SIGTERM], False, False, signal.SIGTERM),
+        ([SAVE_AGAIN, 0], True, True, 0),
+        ([SAVE_AGAIN, signal.SIGTERM], True, False, signal.SIGTERM),
+        ([0, signal.SIGUSR1], True, False, signal.SIGUSR1),
+        ([0, SAVE_AGAIN], True, True, 0),
+    ],
+)
+def test_a_signal_of_any_rank_stops_all_and_a_lost_save_alone_is_owed(
+    votes: list[int], evaluates: bool, owed: bool, stops: int
+) -> None:
+    stop, left = StopOnSignal(), iter(votes)
+    stop.ballot = SimpleNamespace(cast=lambda number: next(left))  # type: ignore[assignment]
+    control = TrainerControl(should_evaluate=evaluates)
+    stop.on_step_end(SimpleNamespace(save_strategy=SaveStrategy.STEPS), None, control)
+    assert (stop.owes_a_save, stop.agreed) == (owed, stops)
+    assert (control.should_save, control.should_training_stop) == (bool(stops), bool(stops))
+    assert list(left) == []
+
+
+def test_a_rank_that_has_lost_a_save_says_so_once() -> None:
+    stop, cast = StopOnSignal(), []
+    stop.ballot = SimpleNamespace(cast=lambda number: cast.append(number) or 0)  # type: ignore[assignment]
+    stop.has_lost_a_save = True
+    for _ in range(2):
+        stop.on_step_end(None, None, TrainerControl())
+    assert cast == [SAVE_AGAIN, 0]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -15,7 +15,7 @@ from torch import distributed, multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune.training import touched_rows
-from finetune.training.touched_rows import MOST_ROWS, TouchedRows, tables_of
+from finetune.training.touched_rows import TouchedRows, tables_of
 
 ROWS, WIDTH, RANKS = 600, 16, 3
 # Megabytes of a bucket: each weight has its own, all share one, or the table shares one with some.
@@ -28,14 +28,19 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.places = nn.Embedding(8, WIDTH)
         self.words = nn.Embedding(ROWS, WIDTH, padding_idx=0)
+        self.others, self.unused = (nn.Embedding(ROWS, WIDTH) for _ in range(2))
         self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 5))
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        return self.head(self.words(words) + self.places(words % 8)).square().sum()
+        found = self.words(words) + self.places(words % 8)
+        if distributed.get_rank() != 1:
+            found = found + self.others(words)
+        return self.head(found).square().sum()
 
 
 def wrapped(megabytes: float, touched_alone: bool) -> DistributedDataParallel:
-    model = DistributedDataParallel(Model(), bucket_cap_mb=megabytes, gradient_as_bucket_view=True)
+    layout = {"bucket_cap_mb": megabytes, "gradient_as_bucket_view": True, "find_unused_parameters": True}
+    model = DistributedDataParallel(Model(), **layout)
     if touched_alone:
         accelerator = SimpleNamespace(ddp_handler=SimpleNamespace(comm_hook=DDPCommunicationHookType.NO))
         trainer = SimpleNamespace(model_wrapped=model, accelerator=accelerator, comm_hook=None)
@@ -109,14 +114,11 @@ def test_what_is_not_finite_on_one_rank_is_so_on_all(bucket: str, ranks: list[di
             assert torch.equal(one.isfinite(), other.isfinite())
 
 
-def test_a_table_that_a_head_or_nobody_trains_with_is_sent_as_any_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tied_and_frozen_tables_are_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(touched_rows, "WORTH_ELEMENTS", ROWS * WIDTH)
     model = Model()
-    assert tables_of(model) == [model.words.weight]
+    assert list(map(id, tables_of(model))) == [id(one.weight) for one in (model.words, model.others, model.unused)]
     model.words.weight.requires_grad = False
-    assert tables_of(model) == []
-    tied = Model()
-    tied.out = nn.Linear(WIDTH, ROWS, bias=False)
-    tied.out.weight = tied.words.weight
-    assert tables_of(tied) == []
-    assert 0 < MOST_ROWS < 1
+    model.out = nn.Linear(WIDTH, ROWS, bias=False)
+    model.out.weight = model.others.weight
+    assert list(map(id, tables_of(model))) == [id(model.unused.weight)]

@@ -222,6 +222,8 @@ class Writer:
             if self.reports and end == math.inf:
                 end = time.monotonic() + ENDING_SECONDS
             time.sleep(0.05)
+        self.memory.wait()
+        self.memory.pool.shutdown()
         self.connection.close()
         self.process.kill()
         self.process.wait()

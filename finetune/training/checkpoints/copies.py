@@ -41,9 +41,9 @@ class Memory:
         self.segments: list[Segment] = []
         self.maps: list[torch.Tensor] = []
         # Kept between saves: on busy cores each start of a thread takes 4 ms.
-        self.pool = ThreadPoolExecutor(min(cores_here(), THREADS), initializer=_yield_to_others)
-        self.copying: list[Future[None]] = []
-        self.left: list[Iterator[Piece]] = []  # what no thread has begun to copy
+        self.threads = min(cores_here(), THREADS)
+        self.pool = ThreadPoolExecutor(self.threads, initializer=_yield_to_others)
+        self.copying: list[tuple[Iterator[Piece], Any, list[Future[None]]]] = []
         self.used = [0] * len(segments)
         self.map(segments)
 
@@ -65,15 +65,19 @@ class Memory:
         if sum(size for _, _, size in pieces) <= PIECE_BYTES:
             _move(left)
             return
-        self.left.append(left)
-        self.copying += [self.pool.submit(_move, left, held) for _ in range(min(cores_here(), THREADS))]
+        self.copying.append((left, held, [self.pool.submit(_move, left) for _ in range(self.threads)]))
 
     def wait(self) -> None:
-        """Copy what is left. Until then, nothing may change what a Storages has been given."""
-        while self.left:
-            _move(self.left.pop())
+        """Copy what no thread has begun to. Until then, nothing may change what a Storages has been given."""
         while self.copying:
-            self.copying.pop().result()
+            self._finish(*self.copying.pop())
+
+    def _finish(self, left: Iterator[Piece], held: Any, threads: list[Future[None]]) -> None:
+        """`held` lives until all is copied."""
+        _move(left)
+        for thread in threads:
+            if not thread.cancel():
+                thread.result()
 
     def clear(self) -> None:
         """Let the next `put` overwrite what is there."""
@@ -84,8 +88,10 @@ class Memory:
         """Copy a flat tensor of bytes from any device. Raises OSError when memory runs out."""
         number, begin = place = self.room(content.numel())
         if content.device.type == "cpu":
+            before = len(self.copying)
             self.begin(_pieces(self.address(place), content.data_ptr(), content.numel()), content)
-            self.wait()
+            while len(self.copying) > before:
+                self._finish(*self.copying.pop())
         else:
             self.maps[number][begin : begin + content.numel()].copy_(content)
         return place
@@ -149,7 +155,7 @@ def _yield_to_others() -> None:
         os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
 
 
-def _move(left: Iterator[Piece], held: Any = None) -> None:
+def _move(left: Iterator[Piece]) -> None:
     for piece in left:
         ctypes.memmove(*piece)  # without Python's lock
 

@@ -57,7 +57,7 @@ class Saved(Protocol):
         """Why it cannot be copied to memory, or None."""
 
     def ahead(self) -> Iterable[torch.Tensor]:
-        """Tensors of this rank that every save copies, of those whose copies can begin before the engine saves."""
+        """Tensors of this rank that every save copies and that can be copied before the engine saves."""
 
 
 class Saves:
@@ -114,8 +114,8 @@ class Saves:
 
 
 class SavesBeside(TrainerCallback):
-    """The asynchronous saves of one run. Add it before StopOnSignal, which ends a run at a save. All ranks must call
-    `choose`, `of` and `finish`."""
+    """The asynchronous saves of one run. Add it before SavesLast, which delays saves, and StopOnSignal, which ends runs
+    at one. All ranks must call `choose`, `of` and `finish`."""
 
     def __init__(self, saves: Saves) -> None:
         self.saves = saves
@@ -127,6 +127,7 @@ class SavesBeside(TrainerCallback):
 
     def choose(self, asked: str) -> None:
         """Called before the first step with the flag's value; rank 0 prints the outcome."""
+        self.said.clear()
         if asked == "off" or self.writer is not None:
             return
         size = self.saves.expected_bytes()
@@ -210,6 +211,9 @@ class SavesBeside(TrainerCallback):
             assert place is not None
             if leads():
                 shutil.rmtree(outer_of(place), ignore_errors=True)
+            state = self.saves.trainer.state
+            if place.name == f"checkpoint-{state.best_global_step}":  # the best one left is not known
+                state.best_metric = state.best_global_step = state.best_model_checkpoint = None
             why = first_line(error.__cause__ or error)
             self._say(f"note: {place.name} could not be saved: {why}. Saves are synchronous from here on.")
 
@@ -227,19 +231,25 @@ class SavesBeside(TrainerCallback):
             copy_for(engine, self.keep)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Each rank on its own: after an error of its writer, all save anew as soon as they have agreed to."""
-        if self.writer is None or self.place is None or self.place.name in self.said:
+        """Each rank on its own: after an error of its writer, all save again once they have agreed to."""
+        if self.writer is None:
+            return
+        control.should_save |= self.saves.trainer.stop.owes_a_save
+        if self.place is None or self.place.name in self.said:
             return
         error = self.writer.look()
         if error is not None:
             self.said.add(self.place.name)
             print(
                 f"\nwarning: rank {rank()}: {self.place.name} is not saved: {error}. Earlier checkpoints are whole. "
-                "The ranks save anew after this step or the next.",
+                "The ranks save again within three steps.",
                 file=sys.stderr,
                 flush=True,
             )
             self.saves.trainer.stop.has_lost_a_save = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.saves.trainer.stop.owes_a_save = False
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.finish()

@@ -43,14 +43,17 @@ class TrainerSaved:
         if self.layout.zero_stage not in (1, 2) or self.trainer.args.save_only_model:
             return
         if self.trainer.args.should_save:
-            yield from self._on_cpu(self.trainer.model.parameters())
+            yield from on_cpu(p for p in self.trainer.model.parameters() if p.requires_grad)
         inner = innermost(self.trainer.optimizer)
-        yield from self._on_cpu(tensor for group in inner.param_groups for tensor in group["params"])
-        yield from self._on_cpu(tensor for state in inner.state.values() for tensor in state.values())
-
-    def _on_cpu(self, tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
-        return (one for one in tensors if isinstance(one, torch.Tensor) and one.device.type == "cpu" and one.numel())
+        yield from on_cpu(tensor for group in inner.param_groups for tensor in group["params"])
+        yield from on_cpu(tensor for state in inner.state.values() for tensor in state.values())
 
     def _zero(self) -> dict[str, Any]:
         config = self.trainer.accelerator.state.deepspeed_plugin.deepspeed_config
         return dict(config.get("zero_optimization", {}))
+
+
+def on_cpu(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The plain tensors with elements there."""
+    plain = (torch.Tensor, torch.nn.Parameter)
+    return (one for one in values if type(one) in plain and one.device.type == "cpu" and one.numel())

@@ -124,7 +124,7 @@ class PipelineTrainer(EvaluatesOnce):
     def _callbacks(self, others: Sequence[TrainerCallback]) -> list[TrainerCallback]:
         reports = [report() for report in get_reporting_integration_callbacks(self.args.report_to)]
         shown = display(self.args, self.compute_metrics)
-        own = (self.speed, shown, self.running_loss, SavesLast(), self.saves.beside, self.stop, self.nan_guard)
+        own = (self.speed, shown, self.running_loss, self.saves.beside, SavesLast(), self.stop, self.nan_guard)
         return [DefaultFlowCallback(), *reports, *others, self.experts, *filter(None, own)]
 
     @property
