@@ -160,6 +160,14 @@ def run_warm(command: Sequence[str], ranks: int, env: dict[str, str]) -> tuple[i
     return WARM.run(list(command[:script]), list(command[script:]), ranks, env, TIMEOUT_SECONDS)
 
 
+def run_script(script: Path, words: Sequence[Any], ranks: int) -> None:
+    """A test's own script, to its end, on warm ranks in torchrun's environment; one rank is plain python's."""
+    launcher = LAUNCHERS["torchrun" if ranks > 1 else "python"](ranks)
+    quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+    status, output = run_warm([*launcher, str(script), *map(str, words)], ranks, {**os.environ, **quiet})
+    assert status == 0, output[-6000:]
+
+
 def run_to_its_end(command: Sequence[str], env: dict[str, str] | None = None, cwd: Path = REPO) -> tuple[int, str]:
     """The exit status and all that was printed. Past TIMEOUT_SECONDS every process of it is killed: a launcher's ranks
     would go on without it, and slow the tests that follow until they too are late."""
@@ -198,8 +206,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest files first, then others that launch: with the short ones at the end all workers are done at about
-    the same time."""
-    longest = ["test_cold_launches.py", "test_pipeline.py", "test_causal_lm.py", "test_image_cls.py", "test_forward.py"]
+    the same time. The second is one that has no use for the ops that the first may have to build."""
+    longest = ["test_pipeline.py", "test_forward.py", "test_causal_lm.py", "test_cold_launches.py", "test_seq_cls.py"]
 
     def order(item: pytest.Item) -> int:
         if item.path.name in longest:

@@ -199,7 +199,7 @@ def test_the_shipped_grids_are_read_and_planned() -> None:
     for path in SHIPPED:
         grid = read_grid(str(path))
         machine = machine_for("cpu" if path.stem == "bench_laptop" else "V100-32GB", [])
-        looked_at = [*grid.cells[:6], *(cell for cell in grid.cells[6:] if cell.layout == "pipeline")]
+        looked_at = [*grid.cells[:4], *(cell for cell in grid.cells[4:] if cell.layout == "pipeline")]
         plans = [plan_of_cell(cell, grid.models[cell.model], machine) for cell in looked_at]
         assert all(plan and plan["peak_bytes"] > 0 and plan["step_seconds"] > 0 for plan in plans)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPO
+from conftest import REPO, gate_has
 
 from finetune.cli import main
 from finetune.plan.named import find_model_config
@@ -250,9 +250,10 @@ def test_a_flag_takes_several_values_as_in_a_recipe(capsys: pytest.CaptureFixtur
         (["Mixtral-8x7B-v0.1", "--tiled_mlp_num_shards", "4"], "a mixture may not reach every expert"),
         (["gpt2", "--tiled_mlp_num_shards", "4"], "its MLPs have dropout"),
         (["resnet-50", "--recipe", "embedding"], "a resnet reads no text. Plan it with --recipe image_cls"),
-        (
+        pytest.param(
             ["--largest_model", "--block_size", "99999999"],
             r"can train none of the \d+ known models. For example, \S+: --block_size is 99999999",
+            marks=pytest.mark.nightly,
         ),
         (
             ["Llama-2-7b", "--gpu", "T4", "--no_search", "--longest"],
@@ -490,10 +491,16 @@ def test_lora_of_eight_billion_is_planned_on_weights_as_they_are_kept(
     assert found["fits"] == (base < 24e9)
 
 
-@pytest.mark.parametrize(
-    ("model", "gpu"),
-    [("Llama-2-7b", "RTX4090"), ("Qwen3-4B", "RTX5090"), ("gpt2-xl", "T4"), ("Llama-3.2-1B", "A10G"), ("phi-2", "L4")],
-)
+TO_FIT = [
+    ("Llama-2-7b", "RTX4090"),
+    ("gpt2-xl", "T4"),
+    ("Llama-3.2-1B", "A10G"),
+    ("Qwen3-4B", "RTX5090"),
+    ("phi-2", "L4"),
+]
+
+
+@pytest.mark.parametrize(("model", "gpu"), gate_has(TO_FIT[1:3], TO_FIT))
 def test_what_is_said_to_fit_is_no_slower_than_any_layout_of_the_table(
     model: str, gpu: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -720,7 +727,7 @@ def test_a_question_keeps_the_layout_that_the_run_fixes(capsys: pytest.CaptureFi
     assert len(every["options"]) >= 4
     assert every["found"] >= asked["found"]
     assert "zero3_nvme" not in {one["layout"] for one in every["options"]}, "the machine may have no fast disk"
-    disk = planned(capsys, *words, "--nvme_path", "/nowhere")["answer"]
+    disk = planned(capsys, "gpt2", *words[1:], "--nvme_path", "/nowhere")["answer"]
     assert "zero3_nvme" in {one["layout"] for one in disk["options"]}
     pipeline = planned(capsys, POST, "--gpu", "T4", "--pipeline_parallel_size", "2", "--largest_batch")
     assert (pipeline["job"]["stages"], pipeline["fits"]) == (2, True)
@@ -757,6 +764,14 @@ def test_the_largest_model_needs_no_model_to_start_from(capsys: pytest.CaptureFi
     assert found["job"]["model"] in ("llama", "qwen2", "gemma", "gpt2")
     named = planned(capsys, *words[1:5], *found["answer"]["flags"].split(), "--no_search")
     assert (named["job"], named["fits"]) == (found["job"], True)
+
+
+@pytest.mark.nightly
+def test_the_largest_model_with_an_adapter_is_larger_and_that_of_pictures_another(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("--largest_model", "--gpu", "T4", "--gpus_per_node", "1", "--layouts", "none")
+    found = planned(capsys, *words)
     adapted = planned(capsys, *words, "--use_peft", "True")
     assert adapted["job"]["parameters"] > 2 * found["job"]["parameters"]
     vision = planned(capsys, *words, "--recipe", "image_cls")

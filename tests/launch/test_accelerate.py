@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import REPO, TINY, launch
+from conftest import REPO, TINY, gate_has, launch
 
 FOLDER = REPO / "recipes" / "launch"
 SEVERAL_HOSTS = "accelerate_multi_node"  # test_hosts.py starts it
@@ -23,7 +23,7 @@ def test_they_are_these() -> None:
     assert [name.removeprefix("accelerate_") for name in CONFIGS] == "ddp fsdp zero1 zero2 zero3 zero3_offload".split()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", gate_has([name for name in CONFIGS if "offload" not in name], CONFIGS))
 @pytest.mark.usefixtures("built_ops")
 def test_it_trains_as_any_other_launcher(name: str, loss_of_torchrun: list[float], tmp_path: Path) -> None:
     words = ["--config_file", str(FOLDER / f"{name}.yaml")]

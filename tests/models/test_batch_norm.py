@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed, multiprocessing, nn
-from transformers import AutoModelForImageClassification, ResNetConfig, ResNetForImageClassification
+from batch_norm_ranks import ROWS, SHAPE, a_model, batch
+from conftest import run_script
+from torch import nn
+from transformers import AutoModelForImageClassification, ResNetForImageClassification
 
 from finetune.data.columns import Labels
 from finetune.data.images import ImageAccount, ImageData
@@ -30,50 +32,13 @@ from finetune.models.images import (
 from finetune.models.resnet_group_norm import GroupNormResNetConfig, GroupNormResNetForImageClassification
 from finetune.run.flags.images import ImageModelArguments
 from finetune.run.sizes import ALEXNET_SIZES
-from finetune.training.image_trainers import SharedStatistics
 from finetune.training.loss import honours_num_items_in_batch
 
-SHAPE = {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "layer_type": "basic", "num_labels": 3}
-ROWS = 8
-
-
-def a_model() -> ResNetForImageClassification:
-    torch.manual_seed(0)
-    return ResNetForImageClassification(ResNetConfig(**SHAPE))
-
-
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    torch.manual_seed(1)
-    return torch.randn(ROWS, 3, 32, 32) * torch.linspace(0.2, 3, ROWS).view(-1, 1, 1, 1), torch.arange(ROWS) % 3
-
-
-def one_rank(rank: int, port_file: str, folder: str) -> None:
-    """Its part of the batch through batch norm over all ranks, and apart through that of a rank alone."""
-    distributed.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=2)
-    pictures, labels = batch()
-    own = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
-    nn.parallel.DistributedDataParallel(synchronise_batch_norm(a_model()))  # which refuses SyncBatchNorm on a CPU
-    torch.cuda.is_available = lambda: True  # a machine with a GPU, of which --use_cpu True makes no use
-    model = synchronise_batch_norm(a_model())
-    keep_statistics_in_fp32(model)
-    loss = model(pictures[own], labels=labels[own]).loss
-    loss.backward()
-    for parameter in model.parameters():
-        distributed.all_reduce(parameter.grad)
-        parameter.grad /= 2
-    alone = a_model()
-    statistics = SharedStatistics(alone)
-    alone.double().float()  # its buffers are others now, as after a move to a GPU
-    alone(pictures[own])
-    statistics.on_step_end(None, None, None)
-    if rank == 0:
-        found = {"loss": loss.detach(), "grads": [p.grad for p in model.parameters()], "state": model.state_dict()}
-        torch.save({**found, "alone": alone.state_dict()}, Path(folder, "found.pt"))
-    distributed.destroy_process_group()
+SCRIPT = Path(__file__).with_name("batch_norm_ranks.py")
 
 
 def test_over_all_ranks_it_is_that_of_the_whole_batch(tmp_path: Path) -> None:
-    multiprocessing.spawn(one_rank, args=(str(tmp_path / "meet"), str(tmp_path)), nprocs=2)
+    run_script(SCRIPT, [tmp_path], 2)
     found = torch.load(tmp_path / "found.pt")
     model = a_model()
     pictures, labels = batch()

@@ -369,9 +369,13 @@ def tolerance_of(name: str, way: Way) -> float:
     return 0.07 if is_unseen else way.tolerance
 
 
-def _with_its_night(name: str, way: Way) -> Any:
+def _is_of_night(way: Way) -> bool:
     """In the gate a model that is not special comes in fp32 and by autocast alone."""
-    of_night = way in (Way(half=True), Way(attention="eager")) and name not in (*IN_EACH_WAY, *EAGER_ALONE)
+    return way in (Way(half=True), Way(attention="eager"))
+
+
+def _with_its_night(name: str, way: Way) -> Any:
+    of_night = _is_of_night(way) and name not in (*IN_EACH_WAY, *EAGER_ALONE)
     return pytest.param(name, way, id=f"{name}-{way}", marks=[pytest.mark.nightly] * of_night)
 
 
@@ -390,7 +394,10 @@ def test_peaks_above_the_weights_are_those_of_the_real_model(name: str, way: Way
 OTHER_WAYS = (Way(), Way(half=True), Way(autocast=True), Way(attention="eager"), Way(interval=1))
 
 
-@pytest.mark.parametrize("way", OTHER_WAYS, ids=str)
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, id=str(way), marks=[pytest.mark.nightly] * _is_of_night(way)) for way in OTHER_WAYS],
+)
 @pytest.mark.parametrize("name", [name for name in OTHERS if name not in {**HYBRIDS, **LOOPING}])
 def test_peaks_of_families_that_are_not_known_are_those_of_the_real_models(name: str, way: Way) -> None:
     real = real_peaks(name, way)
@@ -419,7 +426,7 @@ LOOP_WAYS = (Way(tokens=448), Way(tokens=448, half=True), Way(tokens=448, interv
 
 def _loop(name: str, way: Way) -> Any:
     """A recomputed RecurrentGemma keeps two layers at once, in a cycle of references that only the collector frees."""
-    is_of_day = (name, way) in (("qwen3_next", LOOP_WAYS[1]), ("mamba", Way(tokens=448)))
+    is_of_day = (name, way) in (("qwen3_next", LOOP_WAYS[1]), ("mamba", LOOP_WAYS[3]))
     return pytest.param(name, way, id=f"{name}-{way}", marks=[pytest.mark.nightly] * (not is_of_day))
 
 

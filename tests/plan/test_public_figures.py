@@ -38,6 +38,7 @@ def test_an_allocators_peak_on_an_a100_is_planned_within_one_percent(row: dict[s
     assert planned == pytest.approx(row["allocated_bytes"], rel=0.01 if row["gpus"] == 1 else 0.1)
 
 
+@pytest.mark.nightly
 def test_what_nvidia_smi_showed_is_planned_within_an_eighth_half_of_it_within_a_ninth() -> None:
     models, machine = PUBLIC["models"], find_machine("A100-80GB")
     kinds = {
@@ -99,6 +100,7 @@ def test_the_longest_published_text_that_ranks_share_is_planned_within_a_tenth()
     assert plan_longest.planned(row) == pytest.approx(row["thousands"], rel=0.1)
 
 
+@pytest.mark.nightly
 def test_published_speeds_are_planned_within_an_eighth_half_of_them_within_a_twentieth() -> None:
     """Of each publication by itself, but for those that say little of how they ran."""
     others, foundry = plan_speed.speeds(PUBLIC)

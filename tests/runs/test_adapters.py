@@ -70,7 +70,7 @@ def adapted(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     }
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", gate_has("seq_cls", RECIPES))
 def test_a_classifiers_adapter_has_its_head_and_labels_and_is_merged_as_it_is(
     recipe: str, bases: dict[str, Path], adapted: dict[str, Finished], tmp_path: Path
 ) -> None:

@@ -153,6 +153,7 @@ def test_of_a_wrong_number_of_ranks_rank_0_alone_speaks(name: str) -> None:
     assert run_to_its_end(command, {**wrong, "RANK": "3"}) == (0, "")
 
 
+@pytest.mark.nightly
 def test_the_first_message_of_ddp_leaves_in_mid_backward_only_with_overlap() -> None:
     status, output = run(page_of("ddp_by_hand"))
     assert status == 0, output[-6000:]

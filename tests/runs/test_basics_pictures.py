@@ -56,7 +56,6 @@ MISTAKES = {
         "the distance went from",
     ),
 }
-QUICK = ("a gradient sent back doubled",)
 
 
 def run(page: str, *words: str, text: str | None = None, folder: Path | None = None) -> tuple[int, str]:
@@ -73,9 +72,8 @@ def run(page: str, *words: str, text: str | None = None, folder: Path | None = N
     return run_to_its_end(command, {"OMP_NUM_THREADS": "1"})
 
 
-@pytest.mark.parametrize(
-    "page", [page if page == "gossip" else pytest.param(page, marks=pytest.mark.nightly) for page in ROWS]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("page", ROWS)
 def test_a_page_draws_its_picture_and_prints_its_table(page: str, tmp_path: Path) -> None:
     picture = tmp_path / "new" / "picture.png"
     status, output = run(page, "--output", str(picture))
@@ -98,9 +96,8 @@ def test_a_page_draws_its_picture_and_prints_its_table(page: str, tmp_path: Path
     assert colourful.mean() > 0.002
 
 
-@pytest.mark.parametrize(
-    "mistake", [name if name in QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in MISTAKES]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_page_stops_at_a_mistake(mistake: str, tmp_path: Path) -> None:
     page, right, wrong, words = MISTAKES[mistake]
     text = (FOLDER / f"{page}.py").read_text()

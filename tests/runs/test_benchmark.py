@@ -62,6 +62,7 @@ def test_a_cell_that_runs_and_one_that_has_too_little_memory_are_both_results(tm
     assert "can't allocate memory" in (tmp_path / "out" / str(failed.log)).read_text()
 
 
+@pytest.mark.nightly
 def test_a_cell_that_is_late_is_a_result_and_resuming_goes_on_behind_it(tmp_path: Path) -> None:
     block = {"models": "deep", "layouts": "none", "micro_batches": [4, 8]}
     settings = {"models": {"deep": DEEP}}

@@ -56,6 +56,7 @@ def test_a_run_that_was_cut_off_goes_on_as_if_it_never_was(hook: str, tmp_path: 
         assert torch.allclose(found[name], tensor, rtol=1e-6, atol=1e-6), name
 
 
+@pytest.mark.nightly
 def test_errors_of_another_number_of_ranks_are_left_out_and_that_is_said(tmp_path: Path) -> None:
     values = {**SMALL, "ddp_comm_hook": "onebit_adam", "per_device_train_batch_size": 6}
     launch("torchrun", tmp_path / "run", values, ranks=2, recipe=CAUSAL)

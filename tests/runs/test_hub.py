@@ -16,7 +16,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from finetune.training.hub import LEFT_OUT
 
-NIGHTLY = pytest.mark.nightly  # a true launch, for the hub's address is read when its client is imported
+NIGHTLY = pytest.mark.nightly  # a true start, for the hub's address is read when its client is imported
 PUSH = {**TINY, "max_steps": 2, "push_to_hub": True, "hub_model_id": "my-model"}
 
 
@@ -78,7 +78,9 @@ def test_a_run_is_pushed_once_privately_with_its_card(ranks: int, tmp_path: Path
             id="at each save",
             marks=NIGHTLY,
         ),
-        pytest.param({"repos": {"me/my-model": False}}, {}, {}, "already exists and is public", id="public"),
+        pytest.param(
+            {"repos": {"me/my-model": False}}, {}, {}, "already exists and is public", id="public", marks=NIGHTLY
+        ),
     ],
 )
 def test_what_would_fail_at_the_end_is_refused_at_the_start(
@@ -124,6 +126,7 @@ def asked_of_the_hub(hub: FakeHub, home: Path) -> str:
     return done.stdout + done.stderr
 
 
+@NIGHTLY
 def test_a_model_of_the_hub_without_the_file_is_told_from_a_hub_that_does_not_answer(tmp_path: Path) -> None:
     with fake_hub(broken=True) as hub:
         assert "the hub could not be searched for it" in asked_of_the_hub(hub, tmp_path)

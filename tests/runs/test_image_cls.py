@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from conftest import REPO, Finished, launch
+from conftest import REPO, Finished, gate_has, launch
 from PIL import Image
 from safetensors.numpy import load_file
 
@@ -165,7 +165,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     [
         pytest.param("group norm", {"norm": "group"}, id="ResNet, group norm"),
         pytest.param(
-            "alexnet", {**ALEXNET, "crop_padding": 2, "horizontal_flip": True}, id="AlexNet, changed pictures"
+            "alexnet",
+            {**ALEXNET, "crop_padding": 2, "horizontal_flip": True},
+            id="AlexNet, changed pictures",
+            marks=pytest.mark.nightly,
         ),
     ],
 )
@@ -187,7 +190,7 @@ def test_a_resnet_trains_in_bf16_under_deepspeed_with_statistics_in_fp32(stage: 
     assert not any(torch.equal(kept, kept.bfloat16().float()) for kept in statistics), "none was rounded on its way"
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+@pytest.mark.parametrize("launcher", gate_has("torchrun", ["torchrun", "deepspeed"]))
 def test_batch_norm_over_all_ranks_has_the_loss_of_one_process(launcher: str, alone: Any, tmp_path: Path) -> None:
     values = {**SAME, "per_device_train_batch_size": 16}
     run = train(launcher, tmp_path / "run", {**values, "sync_batch_norm": True}, **TWO)

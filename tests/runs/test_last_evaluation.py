@@ -32,7 +32,7 @@ def evaluations(run: Finished) -> list[dict[str, Any]]:
     ("recipe", "values"),
     [
         ("seq_cls", {**TINY, "max_train_samples": 64}),
-        ("token_cls", {**TINY, "max_train_samples": 64}),
+        pytest.param("token_cls", {**TINY, "max_train_samples": 64}, marks=pytest.mark.nightly),
         ("image_cls", {"max_train_samples": 64}),
         ("image_cls", {"max_train_samples": 64, "model_type": "alexnet", "pipeline_parallel_size": 1}),
         ("causal_lm", LANGUAGE),

@@ -79,8 +79,8 @@ PAIRS = [
 
 
 def in_gate(launcher: str, config: str) -> bool:
-    """Each config once, and each launcher with and without DeepSpeed."""
-    return config != "zero3_nvme" and (launcher in ("deepspeed", "accelerate") or config in ("none", "zero3"))
+    """Each launcher alone, and with an engine. Others have the plain stages with torchrun, and one with accelerate."""
+    return config == "none" or (config == "zero3" and launcher != "accelerate")
 
 
 @pytest.mark.parametrize(("launcher", "config"), gate_has([pair for pair in PAIRS if in_gate(*pair)], PAIRS))
@@ -118,13 +118,13 @@ def test_two_ranks_under_deepspeed_train_as_one_process_does(one_process: Finish
     left = set(Path("/dev/shm").glob("deepspeed_*"))
     run = launch("deepspeed", tmp_path / "run", {**TINY, **values}, ranks=2)
     assert_same_training(run, one_process)
+    assert run.json("ds_config.json")["zero_optimization"]["stage"] == 2
+    assert run.output.count("run: 2 rank(s)") == 1
     for _ in range(60):  # the tests beside this one have theirs for as long as they run
         if set(Path("/dev/shm").glob("deepspeed_*")) <= left:
             return
         time.sleep(1)
     raise AssertionError("shared memory is left behind")
-    assert run.json("ds_config.json")["zero_optimization"]["stage"] == 2
-    assert run.output.count("run: 2 rank(s)") == 1
 
 
 def test_the_plugin_flags_of_accelerate_work(one_process: Finished, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conftest import Finished, launch
 
 CAUSAL, PIPELINE = "recipes/causal_lm.py", "recipes/causal_lm_pipeline.py"
@@ -65,6 +66,7 @@ def test_the_classifier_under_ddp_shows_its_all_reduce(tmp_path: Path) -> None:
     assert "gloo:all_reduce" in transfers(summary_of(run, ranks=2))
 
 
+@pytest.mark.nightly
 def test_zero3_gathers_weights_where_zero2_does_not_in_the_forward_pass(tmp_path: Path) -> None:
     calls = {}
     for config in ("zero2", "zero3"):

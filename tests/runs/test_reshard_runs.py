@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPO, Finished, launch
+from conftest import REPO, Finished, gate_has, launch
 
 from finetune.training.checkpoints.manifest import problems
 
@@ -141,18 +141,20 @@ def test_fsdp_goes_on_from_another_engine_as_if_not_cut(
     assert_moved(run, f"checkpoint-{FIRST}")
 
 
-def test_an_adapter_goes_on_by_another_engine_as_if_not_cut(uncut: dict[str, Finished], tmp_path: Path) -> None:
-    """From ZeRO-3 to a single process, and from DDP to ZeRO-2; the head is trained in full."""
+@pytest.mark.parametrize(("source", "to"), gate_has(("zero3", "none"), [("zero3", "none"), ("none", "zero2")]))
+def test_an_adapter_goes_on_by_another_engine_as_if_not_cut(
+    source: str, to: str, uncut: dict[str, Finished], tmp_path: Path
+) -> None:
+    """From two ranks to one; the head is trained in full."""
     lora = (
         *(("use_peft", True), ("lora_r", 4), ("model_name_or_path", uncut["none"].folder)),
         *(("lora_modules_to_save", ["lm_head", "tokens"]), ("lora_target_modules", ["qkv"])),
         *(("config_overrides", None), ("learning_rate", 1e-2)),
     )
-    truth = run_all(2, [Plan(tmp_path / name, name, None, lora) for name in ("zero3", "none")])
-    for source, to in (("zero3", "none"), ("none", "zero2")):
-        run = run_all(1, [Plan(tmp_path / f"{source}-{to}", to, first(truth[source]), lora)])[f"{source}-{to}"]
-        assert deviation(run, truth[source], FIRST) < SAME
-        assert_moved(run, f"checkpoint-{FIRST}")
+    truth = Plan(tmp_path / "truth", source, None, lora).run(2)
+    run = Plan(tmp_path / "moved", to, first(truth), lora).run(1)
+    assert deviation(run, truth, FIRST) < SAME
+    assert_moved(run, f"checkpoint-{FIRST}")
 
 
 ENGINES = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "none", "pipe2")
@@ -204,6 +206,7 @@ def test_states_on_nvme_go_on_in_memory_as_if_not_cut(tmp_path: Path) -> None:
         assert_moved(run, f"checkpoint-{FIRST}")
 
 
+@pytest.mark.nightly
 def test_bf16_goes_on_within_its_own_noise(tmp_path: Path) -> None:
     """The noise is what uncut runs of other layouts differ by, which add up in another order."""
     half = (("bf16", True),)
@@ -217,6 +220,7 @@ def test_bf16_goes_on_within_its_own_noise(tmp_path: Path) -> None:
         assert deviation(run, uncut[moves[name][0]], FIRST) < 3 * noise
 
 
+@pytest.mark.nightly
 def test_the_best_checkpoint_of_another_layout_is_what_the_run_ends_with(tmp_path: Path) -> None:
     """The highest loss is called the best, so the first evaluation has it; the run is cut and goes on elsewhere."""
     more = (

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import REPO, TINY, Finished, launch
+from conftest import REPO, TINY, Finished, gate_has, launch
 from durability_runs import SHAPE, different_weights
 
 from finetune.training.checkpoints.identity import read_identity
@@ -288,7 +288,7 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", gate_has(["zero2_bf16", "zero3", "fsdp", "pipeline"], list(ENGINES)))
 def test_each_engine_applies_rate_and_decay_to_its_optimizer(engine: str, tmp_path: Path) -> None:
     flags, recipe = ENGINES[engine]
     folder = tmp_path / "run"
@@ -305,17 +305,17 @@ def test_each_engine_applies_rate_and_decay_to_its_optimizer(engine: str, tmp_pa
         assert {(group["betas"][0], group["eps"]) for group in groups} == {(0.5, 1e-8)}
 
 
-@pytest.mark.parametrize(
-    ("engine", "kind", "kwargs"),
-    [
-        ("zero2_bf16", "polynomial", None),
-        ("zero3", "polynomial", None),
-        ("pipeline", "polynomial", None),
-        ("zero2_bf16", "step", '{"step_size": 3, "gamma": 0.5}'),
-        ("fsdp", "one_cycle", '{"pct_start": 0.5}'),
-        ("pipeline", "one_cycle", None),
-    ],
-)
+SCHEDULES = [
+    ("zero2_bf16", "polynomial", None),
+    ("fsdp", "one_cycle", '{"pct_start": 0.5}'),
+    ("pipeline", "one_cycle", None),
+    ("zero3", "polynomial", None),
+    ("pipeline", "polynomial", None),
+    ("zero2_bf16", "step", '{"step_size": 3, "gamma": 0.5}'),
+]
+
+
+@pytest.mark.parametrize(("engine", "kind", "kwargs"), gate_has(SCHEDULES[:3], SCHEDULES))
 def test_a_schedule_is_as_on_one_process(engine: str, kind: str, kwargs: str | None, tmp_path: Path) -> None:
     """transformers has no name for some, and asks ZeRO's optimizers for what only torch's have. And on it goes."""
     flags, recipe = ENGINES[engine]
@@ -382,6 +382,7 @@ def test_what_a_deepspeed_config_says_of_gradients_is_applied_from_the_checkpoin
     assert run.column("loss") == pytest.approx(uncut.column("loss"), rel=apart or 1e-6)
 
 
+@pytest.mark.nightly
 def test_a_pipeline_goes_on_in_another_precision(tmp_path: Path) -> None:
     flags, recipe = ENGINES["pipeline"]
     launch("torchrun", tmp_path / "run", flags, ranks=2, recipe=recipe)
@@ -419,7 +420,13 @@ def adapter_flags(base: Path) -> dict[str, Any]:
     return {"use_peft": True, "lora_r": 2, "model_name_or_path": base}
 
 
-@pytest.mark.parametrize("flags_of", [lambda base: {"model_name_or_path": base}, adapter_flags], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "flags_of",
+    [
+        pytest.param(lambda base: {"model_name_or_path": base}, id="full", marks=pytest.mark.nightly),
+        pytest.param(adapter_flags, id="lora"),
+    ],
+)
 def test_weights_of_another_model_of_the_same_shape_are_refused_wherever_the_same_lie(
     flags_of: Callable[[Path], dict[str, Any]], tmp_path: Path
 ) -> None:

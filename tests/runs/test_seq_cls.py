@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import NOT_JUDGED, REPO, TINY, Finished, launch
+from conftest import NOT_JUDGED, REPO, TINY, Finished, gate_has, launch
 
 pytestmark = pytest.mark.usefixtures("built_ops")
 
@@ -137,7 +137,7 @@ def test_predictions_do_not_depend_on_the_number_of_ranks(
         assert run.json("all_results.json")[name] == pytest.approx(own_run.json("all_results.json")[name], rel=1e-4)
 
 
-@pytest.mark.parametrize("config", ["none", "zero2"])
+@pytest.mark.parametrize("config", gate_has("none", ["none", "zero2"]))
 def test_a_run_resumed_in_the_middle_of_an_epoch_ends_as_the_uncut_one(config: str, tmp_path: Path) -> None:
     # Six steps an epoch, so it is cut in the second.
     values = {**TINY, "deepspeed": config, "max_steps": 12, "save_strategy": "steps", "save_steps": 4}
@@ -263,6 +263,7 @@ def test_our_own_losses_are_the_same_at_any_world_size(flags: dict[str, Any], tm
         assert two.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=0.01)
 
 
+@pytest.mark.nightly
 def test_real_weights_are_fine_tuned_from_a_folder(minilm: Path, sst2: Path, tmp_path: Path) -> None:
     values = {"model_name_or_path": minilm, "train_file": sst2 / "train.tsv", "validation_file": sst2 / "dev.tsv"}
     settings = {
@@ -438,9 +439,10 @@ def test_a_trained_model_is_evaluated_at_the_thresholds_of_its_run(
     assert sum(row["f1"] for row in table) / len(table) == pytest.approx(closing["eval_f1_macro"])
 
 
-@pytest.mark.parametrize(
-    ("launcher", "config", "then"), [("torchrun", "zero1", "zero3"), ("accelerate", "none", "zero2")]
-)
+MOVES = [("accelerate", "none", "zero2"), ("torchrun", "zero1", "zero3")]
+
+
+@pytest.mark.parametrize(("launcher", "config", "then"), gate_has(MOVES[0], MOVES))
 def test_several_labels_a_text_go_on_from_two_ranks_to_one_at_another_stage(
     launcher: str, config: str, then: str, topics: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -127,7 +127,8 @@ def test_each_gradient_is_that_of_one_process(home: Path) -> None:
         assert torch.allclose(shared[name], gradient, rtol=1e-5, atol=1e-6), name
 
 
-@pytest.mark.parametrize("config", gate_has("zero3", ["zero1", "zero3"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("config", ["zero1", "zero3"])
 def test_a_checkpoint_goes_on_bit_equal_and_at_another_layout(
     config: str, home: Path, trained: Callable[..., Finished], tmp_path: Path
 ) -> None:

@@ -48,7 +48,7 @@ def seen(launcher: str, recipe: str, ranks: int, folder: Path, values: dict[str,
     return rows_on_screen(written, COLUMNS)
 
 
-@pytest.mark.parametrize(("launcher", "recipe", "ranks", "more"), gate_has(HOW[:2], HOW))
+@pytest.mark.parametrize(("launcher", "recipe", "ranks", "more"), gate_has(HOW[0], HOW))
 def test_a_run_in_a_terminal_is_one_line_with_tables_and_a_summary(
     launcher: str, recipe: str, ranks: int, more: dict[str, Any], tmp_path: Path
 ) -> None:

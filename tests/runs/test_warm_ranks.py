@@ -39,9 +39,9 @@ def told(output: str) -> list[dict[str, Any]]:
         pytest.param("python", 1, [], id="python"),
         pytest.param("deepspeed", 2, [], id="deepspeed"),
         pytest.param("torchrun", 2, [], id="torchrun"),
-        pytest.param("torchrun", 1, [], id="torchrun, alone"),
+        pytest.param("torchrun", 1, [], id="torchrun, alone", marks=pytest.mark.nightly),
         pytest.param("accelerate", 2, [], id="accelerate"),
-        pytest.param("accelerate", 2, ZERO_1, id="accelerate's DeepSpeed"),
+        pytest.param("accelerate", 2, ZERO_1, id="accelerate's DeepSpeed", marks=pytest.mark.nightly),
     ],
 )
 def test_a_warm_rank_is_told_what_the_true_launcher_tells(

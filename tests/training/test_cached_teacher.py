@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import gate_has
 from scipy.special import log_softmax
 
 from finetune.data import digests
@@ -171,7 +172,7 @@ def test_any_number_of_files_needs_few_descriptors(tmp_path: Path) -> None:
     assert len(held) == len(every)
 
 
-@pytest.mark.parametrize(("first", "then"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize(("first", "then"), gate_has((2, 4), [(2, 4), (4, 2)]))
 def test_rows_that_another_block_size_cuts_otherwise_find_what_is_theirs(first: int, then: int, tmp_path: Path) -> None:
     said(tmp_path / "both", rows(), first)
     assert_alike(said(tmp_path / "both", rows(), then), said(tmp_path / "one", rows(), 7), 7)

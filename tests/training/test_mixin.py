@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import free_port
+from conftest import run_script
 from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
 
 from finetune.errors import RequestError
@@ -36,24 +33,8 @@ def found(folders: dict[int, Path]) -> Found:
     """What came of it, by the number of ranks."""
     kinds = "seq2seq,sft,reward" if HAS_TRL else "seq2seq"
     for ranks, folder in folders.items():
-        run([sys.executable, str(SCRIPT), str(folder), kinds], ranks)
+        run_script(SCRIPT, [folder, kinds], ranks)
     return {ranks: json.loads((folder / "found.json").read_text()) for ranks, folder in folders.items()}
-
-
-def run(words: list[str], ranks: int) -> None:
-    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(ranks)}
-    quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "LOCAL_WORLD_SIZE": str(ranks)}
-    started = []
-    try:
-        for rank in range(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **port} if ranks > 1 else {}
-            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            started.append(subprocess.Popen(words, env={**os.environ, **quiet, **own}, **pipes))
-        said = [process.communicate(timeout=200)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0] * ranks, said[0][-4000:]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -17,7 +17,10 @@ SCRIPT = Path(__file__).with_name("live_engines.py")
 pytestmark = pytest.mark.usefixtures("built_ops")
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+COUNTS = [pytest.param(1, id="one rank", marks=pytest.mark.nightly), pytest.param(2, id="two ranks")]
+
+
+@pytest.fixture(scope="module", params=COUNTS)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What the engines of each rank hold."""
     folder, count = tmp_path_factory.mktemp("engines"), request.param

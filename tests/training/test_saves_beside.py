@@ -10,9 +10,11 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +27,7 @@ from transformers import TrainerCallback, TrainingArguments, set_seed
 from finetune.errors import RunError
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.run.flags.guards import GuardArguments
-from finetune.training.checkpoints import beside, saves
+from finetune.training.checkpoints import beside, saves, writer_process
 from finetune.training.checkpoints.manifest import checkpoints_in, problems
 from finetune.training.run_folder import explained_disk_errors
 from finetune.training.trainer import FinetuneTrainer
@@ -74,6 +76,41 @@ def train(
     return trainer
 
 
+class Forked:
+    """A writer's process that need not import torch, as subprocess.Popen would give it: forked from this one."""
+
+    def __init__(self, command: Sequence[str], env: dict[str, str], pass_fds: Sequence[int]) -> None:
+        self.returncode: int | None = None
+        if (pid := os.fork()) == 0:
+            try:
+                sys.argv = ["-c", *command[3:]]
+                with suppress(SystemExit):
+                    writer_process.main()
+            finally:
+                os._exit(0)
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        if self.returncode is None and (found := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self.returncode = os.waitstatus_to_exitcode(found[1])
+        return self.returncode
+
+    def wait(self) -> int:
+        while (status := self.poll()) is None:
+            time.sleep(0.01)
+        return status
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that are not about the start of the writer."""
+    monkeypatch.setattr(beside, "subprocess", SimpleNamespace(Popen=Forked))
+
+
 def writer_of(trainer: FinetuneTrainer) -> Any:
     writer = trainer.saves.beside.writer
     assert writer is not None
@@ -117,6 +154,7 @@ def test_a_checkpoint_holds_its_step_though_all_changes_before_anything_is_writt
     assert sorted(path.name for path in (tmp_path / "beside").iterdir()) == ["checkpoint-2", "checkpoint-4", "latest"]
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_config_that_changes_between_two_saves_is_saved_as_it_is_then(tmp_path: Path) -> None:
     saved: list[Path] = []
 
@@ -137,6 +175,7 @@ def test_a_config_that_changes_between_two_saves_is_saved_as_it_is_then(tmp_path
     assert len(saved) == 2, "of the second checkpoint the other process writes all files of the model"
 
 
+@pytest.mark.usefixtures("forked")
 def test_what_cannot_be_copied_is_saved_at_once_and_the_run_says_so_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,6 +192,7 @@ def test_what_cannot_be_copied_is_saved_at_once_and_the_run_says_so_once(
     assert [problems(path, hashes=True) for path in checkpoints_in(tmp_path)] == [[], [], []]
 
 
+@pytest.mark.usefixtures("forked")
 def test_what_another_rank_has_to_save_at_once_is_said_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,6 +206,7 @@ def test_what_another_rank_has_to_save_at_once_is_said_too(
     assert problems(tmp_path / "checkpoint-4", hashes=True) == []
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_writer_that_is_killed_is_told_of_at_the_step_and_ends_the_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,6 +264,7 @@ def test_a_writer_that_still_imports_is_deaf_to_the_signals_that_its_group_gets(
     writer.close()
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_writer_that_is_killed_between_two_saves_is_replaced(tmp_path: Path) -> None:
     pids: list[int] = []
 
@@ -284,6 +326,7 @@ def test_the_same_checkpoints_are_kept_as_by_synchronous_saves(
         assert [int(path.name.rpartition("-")[2]) for path in checkpoints_in(tmp_path / name)] == kept, name
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_disk_that_fills_up_under_the_writer_is_named(tmp_path: Path) -> None:
     disk = tmp_path / "small"
     disk.mkdir()
@@ -310,6 +353,7 @@ def test_a_disk_that_fills_up_under_the_writer_is_named(tmp_path: Path) -> None:
         subprocess.run(["umount", "-l", disk], check=True)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_disk_that_takes_no_more_ends_the_run_and_leaves_the_earlier_checkpoint(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -324,6 +368,7 @@ def test_a_disk_that_takes_no_more_ends_the_run_and_leaves_the_earlier_checkpoin
     assert problems(tmp_path / "checkpoint-2", hashes=True) == []
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_run_that_the_nan_guard_ends_has_the_checkpoint_that_was_being_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,6 +388,7 @@ def no_waiting(seconds: float) -> None:
     raise AssertionError("it waits for a checkpoint that nobody writes")
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_save_that_fails_before_it_is_handed_over_everywhere_ends_the_run_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,6 +405,7 @@ def test_a_save_that_fails_before_it_is_handed_over_everywhere_ends_the_run_at_o
     assert checkpoints_in(tmp_path) == []
 
 
+@pytest.mark.usefixtures("forked")
 def test_one_that_is_interrupted_before_it_is_sent_does_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(connection: Any, message: Any) -> None:
         raise KeyboardInterrupt

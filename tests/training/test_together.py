@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import run_script
 
 from finetune.training.checkpoints.manifest import problems, read_manifest
 
@@ -30,16 +28,8 @@ class Scenes:
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
     folder = tmp_path_factory.mktemp("scenes")
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
-    ranks = [subprocess.Popen([sys.executable, SCRIPT, folder, str(rank)], **pipes) for rank in (0, 1)]
-    try:
-        ended = [process.communicate(timeout=240) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], ended
-    return Scenes(folder, [json.loads(out) for out, _ in ended])
+    run_script(SCRIPT, [folder], 2)
+    return Scenes(folder, [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)])
 
 
 def test_each_reads_its_share_and_all_files_are_in_the_manifest(scenes: Scenes) -> None:

@@ -1,10 +1,11 @@
-"""One of two ranks without a model, for test_together.py: `python two_ranks.py FOLDER RANK`. What each scene comes to
-is printed as JSON."""
+"""One of two ranks without a model, for test_together.py: `torchrun --nproc_per_node 2 two_ranks.py FOLDER`. What each
+scene comes to is written to FOLDER/rank-RANK.json."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pickle
 import sys
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from finetune.training.checkpoints.atomic_folder import AtomicFolder
 from finetune.training.checkpoints.manifest import MANIFEST, FileRecord, Layout, record_of
 from finetune.training.checkpoints.writing import About
 
-FOLDER, RANK = Path(sys.argv[1]), int(sys.argv[2])
+FOLDER, RANK = Path(sys.argv[1]), int(os.environ["RANK"])
 
 
 def save(run: Path, step: int) -> None:
@@ -179,7 +180,7 @@ def main() -> None:
         except FinetuneError as error:
             found[name] = [type(error).__name__, str(error)]
         writing.record_of = record_of
-    print(json.dumps(found))
+    (FOLDER / f"rank-{RANK}.json").write_text(json.dumps(found))
     distributed.barrier()
     distributed.destroy_process_group()  # its threads may abort over Python's own end
 

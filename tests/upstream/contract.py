@@ -103,7 +103,8 @@ def is_private(name: Any) -> bool:
     return isinstance(name, str) and name.startswith("_") and not name.startswith("__")
 
 
-def hits() -> set[Hit]:
+@cache
+def hits() -> frozenset[Hit]:
     """Every private name of theirs that our code uses or replaces, and every method of the Trainer that it replaces."""
     found = set(_overridden())
     own = _members_of_our_classes()
@@ -116,10 +117,12 @@ def hits() -> set[Hit]:
             for one in node.names
         }
         documented = {
-            node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node) in DOCUMENTED
+            node.attr
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and is_private(node.attr) and ast.unparse(node) in DOCUMENTED
         }
         found |= {(file, n) for n in _spoken_of(tree) if is_private(n) and n not in ours | imported | documented}
-    return found
+    return frozenset(found)
 
 
 def _members_of_our_classes() -> set[str]:
@@ -163,6 +166,7 @@ def _overridden() -> Iterator[Hit]:
                 yield from ((file, name) for name in names if is_private(name) or base is Trainer)
 
 
+@cache
 def _body_of(file: str, kind: type) -> set[str]:
     """What its source defines, without what Python adds."""
     bodies = [n for n in ast.walk(trees()[file]) if isinstance(n, ast.ClassDef) and n.name == kind.__name__]

@@ -1,36 +1,31 @@
-"""A small model trained on several ranks over gloo, by every hook: real processes, without the Trainer."""
+"""A small model trained on several ranks over gloo, by every hook, without the Trainer, for test_compression.py:
+`torchrun --nproc_per_node 3 several_ranks.py FOLDER`. Each rank writes what `_train` tells to FOLDER/RANK.result."""
 
 from __future__ import annotations
 
 import copy
 import os
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from finetune.run.flags.compression import CompressionArguments
+from finetune.run.flags.compression import HOOKS, CompressionArguments
 from finetune.training.compression import Compression, OneBitAdam
 
 STEPS, START, SAVED = 14, 4, 9  # all steps; whole gradients before; where the resumed run begins
 WIDTH, ROWS = 96, 16
 
 
-def train_by_every_hook(ranks: int, hooks: tuple[str, ...], folder: Path) -> list[dict[str, Any]]:
-    """Of each rank, what `_train` tells by the name of the hook."""
-    multiprocessing.spawn(_one, (ranks, hooks, folder), nprocs=ranks)
-    return [torch.load(folder / f"{rank}.result", weights_only=False) for rank in range(ranks)]
-
-
-def _one(rank: int, ranks: int, hooks: tuple[str, ...], folder: Path) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
+def main() -> None:
+    folder, rank, ranks = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = distributed.FileStore(str(folder / "store"), ranks)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-    torch.save({hook: _train(hook, folder / hook) for hook in hooks}, folder / f"{rank}.result")
+    torch.save({hook: _train(hook, folder / hook) for hook in HOOKS}, folder / f"{rank}.result")
     distributed.barrier()
     distributed.destroy_process_group()
 
@@ -133,3 +128,7 @@ def _loss(wrapped: DistributedDataParallel, words: torch.Tensor) -> torch.Tensor
 
 def _weights(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
+
+
+if __name__ == "__main__":
+    main()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from several_ranks import SAVED, START, STEPS, train_by_every_hook
+from conftest import run_script
+from several_ranks import SAVED, START, STEPS
 
 from finetune.run.flags.compression import HOOKS, KEEPS_ERRORS
 
+SCRIPT = Path(__file__).with_name("several_ranks.py")
 RANKS = 3  # chunks of the model that no rank count of two would show to be of unlike lengths
 
 Trained = list[dict[str, Any]]
@@ -17,7 +20,10 @@ Trained = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return train_by_every_hook(RANKS, HOOKS, tmp_path_factory.mktemp("ranks"))
+    """Of each rank, what came of each hook."""
+    folder = tmp_path_factory.mktemp("ranks")
+    run_script(SCRIPT, [folder], RANKS)
+    return [torch.load(folder / f"{rank}.result", weights_only=False) for rank in range(RANKS)]
 
 
 @pytest.mark.parametrize("hook", HOOKS)
