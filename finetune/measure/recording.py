@@ -33,6 +33,7 @@ class Recording(TorchDispatchMode):  # type: ignore[misc]
         self.weights = weights
         self.values: Any = WeakIdKeyDictionary()  # a tensor's number
         self.facts: list[list[int]] = []  # of each value: elements, bytes per element, storage, whether gradients flow
+        self.inside: set[int] = set()  # values made without gradients: few need one, such as a function's own result
         self.storages: dict[int, int] = {}  # numbers, by address
         self.alive: dict[int, StorageWeakRef] = {}
         self.last: list[int] = []  # of each storage: the operator before which it was last seen alive
@@ -99,8 +100,12 @@ class Recording(TorchDispatchMode):  # type: ignore[misc]
         is_part = name in PARTS or (name in VIEWS and place_of(outs[0]) == place_of(inputs[0]) if inputs else False)
         gemms = [_gemm(name, given, outs[0])] if name in PRODUCTS else []
         numbers = [self.number(one) for one in inputs]
+        if torch.is_grad_enabled():
+            for one, number in zip(inputs, numbers, strict=True):
+                self.facts[number][3] &= one.requires_grad or number not in self.inside
         grad = bool(names) or any(self.facts[number][3] for number in numbers)
-        made = [self.number(one, grad and one.is_floating_point()) for one in outs]
+        made = [self.number(one, grad and (one.is_floating_point() or one.is_complex())) for one in outs]
+        self.inside.update(() if torch.is_grad_enabled() else made)
         if name == WRITE and grad and torch.is_grad_enabled():
             for one in (outs[0], outs[0]._base):
                 if one is not None:
@@ -159,6 +164,8 @@ class Fused(TorchFunctionMode):  # type: ignore[misc]
         given = [query, key, value, *([] if attn_mask is None else [attn_mask])]
         laid = [name for name, one in zip("qkv", given, strict=False) if one.is_contiguous()]
         how = {"dropout": dropout_p, "causal": is_causal, "by_head": "".join(laid)}
+        if key.shape[1] != heads and not other.get("enable_gqa"):
+            how["broadcast"] = True
         return self.one("attention", given, make, gemms=gemms, heads=how)
 
 

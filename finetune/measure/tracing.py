@@ -14,6 +14,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ KERNELS = ("causal_conv1d", "fla", "mamba_ssm")
 STEPS = (
     "its layers have other operators, the longer a text is, and not in a loop over tokens alone: their memory does not "
     "follow from that of short texts."
+)
+VALUES = (
+    "its layers read values out of tensors, such as how many tokens each expert gets, and a plan knows sizes alone."
 )
 SHORT, LONG = 16, 1 << 20  # windows shorter and longer than any text here
 
@@ -115,14 +119,14 @@ def traced(config: dict[str, Any], head: str, attention: str) -> dict[str, Any]:
 
 def _traced(config: dict[str, Any], head: str, attention: str, window: int | None = None) -> dict[str, Any]:
     """Without a key-value cache if possible: on the meta device, some models' masks need one."""
-    failed: Exception | None = None
-    for how, caches in ((attention, False), (attention, True), ("eager", False), ("eager", True)):
+    failed = list[Exception]()
+    for how, caches in product((attention, "eager"), (False, True)):
         try:
             return _recorded(config, head, how, caches, window)
         except (RuntimeError, ValueError) as error:
-            failed = error  # the first may only say that it has no such attention
-    assert failed is not None
-    raise failed
+            failed.append(error)
+    told = failed[2]  # the first may only say that it has no such attention
+    raise RequestError(VALUES) if any(one in str(told) for one in ("meta tensor", "torch.nonzero")) else told
 
 
 def _config_of(config: dict[str, Any]) -> Any:
@@ -148,13 +152,16 @@ def _recorded(config: dict[str, Any], head: str, attention: str, caches: bool, w
     text = made.get_text_config()
     if getattr(text, "pad_token_id", 0) is None:
         text.pad_token_id = 0  # classifiers of several texts ask for one
-    if window:
-        text.sliding_window = window
     if head == SEQ2SEQ and getattr(made, "decoder_start_token_id", None) is None:
         made.decoder_start_token_id = 0
     how = {"trust_remote_code": True} if "auto_map" in config else {}
     with torch.device("meta"):
         model = _built(made, head, dtype=torch.bfloat16, attn_implementation=attention, **how)
+    if window:  # now, because parameters may be as large as it: a bias by distance
+        parts = (part for part in model.modules() if isinstance(part, transformers.PreTrainedModel))
+        for its in (part.config.get_text_config() for part in parts):
+            if getattr(its, "sliding_window", None):
+                its.sliding_window = window
     model.config.use_cache = caches  # as the Trainer sets it; a part with a config of its own keeps its cache
     layers = layers_of(model.train())
     own = next((size for name in CHUNKS if isinstance(size := getattr(text, name, None), int)), None)
@@ -209,7 +216,7 @@ def _facts(model: Any, layers: Iterable[str]) -> dict[str, Any]:
                 name,
                 list(one.shape),
                 next((at for at, layer in enumerate(layers) if name.startswith(f"{layer}.")), None),
-                *([False] if name in frozen else []),
+                *([False] if name in frozen or not one.requires_grad else []),
             ]
             for name, one in model.named_parameters()
         ],
@@ -234,7 +241,7 @@ def main(write: Callable[[str], object] = print) -> int:
         write(str(error))
         return REFUSED
     except Exception as error:  # without data, an architecture's modules can raise anything
-        write(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        write(f"{type(error).__name__}: {' '.join(str(error).split())}")
         return 1
     Path(out).write_text(json.dumps(found))
     return 0

@@ -157,7 +157,9 @@ def model_of(
         notes.append(how)
     made = _traced(found, head, sizes)
     if notes is not None and (aside := sum(one.elements for one in made.tensors if not one.trains)):
-        notes.append(f"{aside:,} parameters that no text reaches, such as a vision tower's, stay frozen")
+        notes.append(
+            f"{aside:,} parameters stay frozen: no text reaches them (a vision tower's), or the model never trains them"
+        )
     return made
 
 

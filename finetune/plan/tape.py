@@ -84,14 +84,14 @@ class Tape(Recorder):
 
     # With weights
 
-    def linear(self, x: Value, module: str, tied: str = "", tied_bias: str = "") -> Value:
+    def linear(self, x: Value, module: str, tied: str = "", tied_bias: str = "", fan_out: int = 0) -> Value:
         """(rows, fan_in) to (rows, fan_out), and what an adapter adds to it. `tied`, `tied_bias`: the parameters of a
-        module without its own. A bias gives the fan-out even if the weight is transposed (GPT-2's Conv1D)."""
+        module without its own. `fan_out`: if the weight may be transposed (GPT-2's Conv1D); 0: its first side."""
         given = x
         owned = (f"{module}.weight", tied), (f"{module}.bias", tied_bias)
         weight, bias = (own if own in self.shapes else other for own, other in owned)
         names = (weight, bias) if bias else (weight,)
-        fan_out = self.shapes[names[-1]][0]
+        fan_out = fan_out if fan_out in self.shapes[weight] else self.shapes[weight][0]
         fan_in = math.prod(self.shapes[weight]) // fan_out
         rows = x.elements // fan_in
         is_packed = weight in self.packed

@@ -144,6 +144,17 @@ LOOPING: dict[str, tuple[str, dict[str, Any]]] = {
                        "mode": "train"}),
 }  # fmt: skip
 NO_SDPA = ("mamba", "falcon_mamba", "rwkv", "xlstm")
+# One key head for all others, as it is; complex positions; layers without gradients; weights plus one; weights (fan_in,
+# fan_out), and parts of weights in fp32.
+UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon": (CAUSAL, {"model_type": "falcon", **WIDE}),
+    "llama4_text": (CAUSAL, {"model_type": "llama4_text", **GROUPED, "intermediate_size_mlp": 96,
+                             "num_local_experts": 4}),
+    "hrm_text": (CAUSAL, {"model_type": "hrm_text", **GROUPED, "num_hidden_layers": 2}),
+    "nemotron": (CAUSAL, {"model_type": "nemotron", **GROUPED}),
+    "inkling2_text": (CAUSAL, {"model_type": "inkling2_text", **GROUPED, "num_hidden_layers": 2, "n_routed_experts": 4,
+                               "moe_intermediate_size": 32, "num_experts_per_tok": 2}),
+}  # fmt: skip
 # Families of which no program is known.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": (CAUSAL, OPT),
@@ -167,6 +178,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
                        "intermediate_size": 96, "sliding_window": None}),
     **HYBRIDS,
     **LOOPING,
+    **UNUSUAL,
 }  # fmt: skip
 
 
@@ -398,7 +410,7 @@ OTHER_WAYS = (Way(), Way(half=True), Way(autocast=True), Way(attention="eager"),
     "way",
     [pytest.param(way, id=str(way), marks=[pytest.mark.nightly] * _is_of_night(way)) for way in OTHER_WAYS],
 )
-@pytest.mark.parametrize("name", [name for name in OTHERS if name not in {**HYBRIDS, **LOOPING}])
+@pytest.mark.parametrize("name", [name for name in OTHERS if name not in {**HYBRIDS, **LOOPING, **UNUSUAL}])
 def test_peaks_of_families_that_are_not_known_are_those_of_the_real_models(name: str, way: Way) -> None:
     real = real_peaks(name, way)
     within = 0.09 if (name, way) == ("vit", Way(autocast=True)) else way.tolerance
@@ -412,6 +424,21 @@ def test_every_kth_layer_is_counted_from_the_first_of_a_tower_if_that_comes_firs
     assert planned_peaks("llava", way) == real
     recomputed = [segment.layer for segment in planned("llava", way)[1].segments if segment.recomputed]
     assert recomputed == [at for at in range(3) if (VISION["num_hidden_layers"] + at) % interval == 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *(("falcon", way) for way in (Way(), Way(half=True))),
+        *(("llama4_text", way) for way in (Way(), Way(half=True))),
+        ("hrm_text", Way()),
+        ("nemotron", Way()),
+        ("inkling2_text", Way(attention="eager")),  # it has no other, and its router does not run in bf16
+    ],
+)
+def test_peaks_of_models_with_unusual_operators_are_those_of_the_real_models(name: str, way: Way) -> None:
+    real = real_peaks(name, way)
+    assert planned_peaks(name, way) == {phase: pytest.approx(size, rel=way.tolerance) for phase, size in real.items()}
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

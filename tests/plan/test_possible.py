@@ -171,6 +171,7 @@ def test_what_the_real_model_fails_on_is_refused_by_name_and_nothing_else_is(kin
          "num_attention_heads 32 is not a multiple of num_key_value_heads 7"),
         ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 16}, "num_experts_per_tok is 16, but there are 8"),
         ("qwen3", {"head_dim": 7}, "a head is 7 wide"),
+        ("deepseek_v3", {"topk_group": None}, ": topk_group is missing. Add it"),
     ],
 )  # fmt: skip
 def test_a_fault_is_said_with_its_numbers(kind: str, change: dict[str, Any], message: str) -> None:

@@ -18,7 +18,7 @@ from finetune.api.planning import plan
 from finetune.errors import RequestError
 from finetune.measure import fitting
 from finetune.measure.models import build_adapted
-from finetune.measure.tracing import traced
+from finetune.measure.tracing import KERNELS, main, traced
 from finetune.plan import tracing
 from finetune.plan.families.parts import CAUSAL, MASKED, SEQ2SEQ, SPANS
 from finetune.plan.forward.parts import terms
@@ -42,6 +42,9 @@ PREFIXES = (2, 1, 4)
 OPT = {"model_type": "opt", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 128,
        "vocab_size": 500, "max_position_embeddings": 512, "word_embed_proj_dim": 64, "dropout": 0.0}  # fmt: skip
 
+ROUTED = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+          "intermediate_size": 96, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "vocab_size": 500,
+          "max_position_embeddings": 1024}  # fmt: skip
 LLAVA = {"model_type": "llava", "text_config": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2,
          "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 500, "max_position_embeddings": 512},
          "vision_config": {"model_type": "clip_vision_model", "hidden_size": 32, "num_hidden_layers": 2,
@@ -143,6 +146,9 @@ def test_models_known_by_name_are_planned_without_torch(name: str, monkeypatch: 
          "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "vocab_size": 500,
          "max_position_embeddings": 512, "sliding_window": None},
         LLAVA,
+        {"model_type": "afmoe", **ROUTED, "num_experts": 4, "num_dense_layers": 1},  # with a bias that is never trained
+        # Parameters of its layers are as large as its window.
+        {"model_type": "inkling2_text", **ROUTED, "n_routed_experts": 4, "sliding_window_size": 128},
     ],
     ids=lambda config: config["model_type"],
 )  # fmt: skip
@@ -226,6 +232,30 @@ def test_what_cannot_be_traced_is_refused_with_what_the_process_said(
     (tmp_path / "config.json").write_text(json.dumps({**OPT, **more}))
     with pytest.raises(RequestError, match=f"{why}.*Give --params_per_layer N"):
         plan(str(tmp_path), gpu="H100-80GB", recipe="causal_lm", block_size=256)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"model_type": "jetmoe", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "kv_channels": 16, "intermediate_size": 96, "num_local_experts": 4,
+          "vocab_size": 500}, r"^its layers read values out of tensors, such as how many tokens each expert gets"),
+        ({"model_type": "mamba2", "hidden_size": 64, "num_heads": 3, "head_dim": 16},
+         r"^StrictDataclassClassValidationError: .*: ValueError: Inconsistent configuration: hidden_size"),
+    ],
+    ids=lambda one: one["model_type"] if isinstance(one, dict) else "",
+)  # fmt: skip
+def test_why_a_model_cannot_be_traced_is_said_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], why: str
+) -> None:
+    for name in KERNELS:
+        monkeypatch.setitem(sys.modules, name, None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "config.json"), CAUSAL, "sdpa", str(tmp_path / "out.json")])
+    said = list[str]()
+    assert main(said.append)
+    assert re.search(why, said[0])
+    assert len(said[0].splitlines()) == 1
 
 
 LINEAR = {"model_type": "qwen3_5_text", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

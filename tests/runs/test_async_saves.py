@@ -85,8 +85,8 @@ def test_a_pipeline_whose_writer_fails_saves_again_and_goes_on(happens: str, sai
     assert re.search(f"checkpoint-8 is not saved: .*{said}.* save again", run.output), run.output[-3000:]
     assert run.output.count("note: checkpoint-8 could not be saved: ") == 1
     whole = checkpoints_in(run.folder)
-    assert [path.name for path in whole] in [[f"checkpoint-{step}" for step in (12, new, 4)] for new in (10, 11)]
-    assert [problems(path, hashes=True) for path in whole] == [[], [], []]
+    assert [path.name for path in whole] in [["checkpoint-12", f"checkpoint-{again}"] for again in (10, 11)]
+    assert [problems(path, hashes=True) for path in whole] == [[], []]
 
 
 @pytest.mark.nightly

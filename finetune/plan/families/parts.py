@@ -24,7 +24,9 @@ class Sizes:
     def __call__(self, *names: str, default: int | None = None) -> int:
         found = next((self.config[name] for name in names if self.config.get(name) is not None), default)
         if found is None:
-            raise RequestError(f"{self.where}: {' or '.join(names)} is missing. Add it: shapes depend on it.")
+            raise RequestError(
+                f"{self.where}: {' or '.join(dict.fromkeys(names))} is missing. Add it: shapes depend on it."
+            )
         if isinstance(found, bool) or not isinstance(found, int) or found < 1:
             raise RequestError(f"{self.where}: {names[0]} is {found!r}, but it must be a whole number of 1 or more.")
         if found > MOST:

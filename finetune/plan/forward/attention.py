@@ -24,6 +24,7 @@ class Heads:
     dropout: float = 0.0
     causal: bool = True
     by_head: str = ""  # which of "qkv" are laid out head by head, as those from a cache are: no product copies them
+    broadcast: bool = False  # fewer key/value heads are given as they are: no fused kernel takes them
 
     @property
     def repeats(self) -> bool:
@@ -59,6 +60,8 @@ def kind_of(tape: Tape, heads: Heads, has_mask: bool = False, mask_trains: bool 
     numbers = tape.numbers
     if numbers.attention == "eager":
         return EAGER
+    if heads.broadcast and numbers.attention == "sdpa":
+        return MATH
     if numbers.device == "cpu":
         return MATH if heads.dropout or mask_trains or heads.value_width != heads.width else FUSED
     half = numbers.product_bytes == HALF_BYTES

@@ -68,8 +68,7 @@ class Player:
         self.trace, self.setting, self.tape = trace, setting, setting.tape
         self.numbers, self.batch = self.tape.numbers, setting.batch
         self.dropout = 0.5 if self.batch.drops else 0.0  # any probability
-        self.values: dict[int, Value] = {}
-        self.storages: dict[int, Storage] = {}
+        self.values, self.storages = dict[int, Value](), dict[int, Storage]()
         self.whole: dict[int, int] = {}  # bytes per element before a conversion to fp32
         self.in_fp32: dict[int, str] = {}  # weights that a conversion to fp32 does not change
         self.seen = uses_of(trace)
@@ -98,8 +97,7 @@ class Player:
         place = self.trace.values[number][2]
         if number in self.seen.held:
             value.storage.bytes, value.storage.copies = value.storage.bytes * value.storage.copies, 1
-        self.values[number] = value
-        self.storages[place] = value.storage
+        self.values[number], self.storages[place] = value, value.storage
         is_last = self.trace.last[place] == len(self.trace.ops)
         if is_last and value.storage.bytes and not self.tape.segments[-1].recomputed:
             self.tape.keep_to_end(value)
@@ -134,17 +132,20 @@ class Player:
             return
         is_idle = self.seen.idle.issuperset(op["out"])
         if is_idle or name.startswith("new_") or name.endswith("_like"):  # only sizes are read
-            op = op if inputs else {**op, "weights": []}  # converted for nothing
+            weights = [] if op["inside"] and inputs else weights  # without gradients
+            op = {**op, "weights": weights if inputs else []}  # or converted for nothing
             inputs = [replace(one, needs_grad=False) for one in inputs]
         whole = max((self.whole.get(number, 0) for number in op["in"]), default=0)
+        first = op["out"][0]
+        widens = name == CAST and self.trace.values[first][1] == FP32_BYTES
+        is_same = widens and bool(weights) and self.tape.bytes_of(weights[0]) == FP32_BYTES
+        if is_same or (names and not inputs and (op["part"] or name in TURNS)):
+            self.in_fp32 |= dict.fromkeys(op["out"], weights[0])
+            return
         if len(op["out"]) > 1 and op["part"]:
             parts = self.tape.chunk(inputs[0], *map(self.elements, op["out"]))
             for number, part in zip(op["out"], parts, strict=True):
                 self.put(number, part)
-            return
-        first = op["out"][0]
-        if name == CAST and weights and self.trace.values[first][1] == FP32_BYTES == self.tape.bytes_of(weights[0]):
-            self.in_fp32[first] = weights[0]
             return
         if weights and inputs:
             out = self.weighed(op, inputs[0])
@@ -186,8 +187,9 @@ class Player:
         name, weights = op["name"], op["weights"]
         module = weights[-1].rpartition(".")[0]
         if name in LINEAR:
-            return self.tape.linear(x, module, weights[-1], weights[0] if len(weights) > 1 else "")
-        if name == "native_layer_norm":
+            fan_out = self.size(op["gemms"][0][1])
+            return self.tape.linear(x, module, weights[-1], weights[0] if len(weights) > 1 else "", fan_out)
+        if name == "native_layer_norm" and len(op["in"]) == 1:
             return self.tape.layer_norm(x, module)
         return self.tape.weigh(x, module) if name == "mul" and weights[-1] == f"{module}.weight" else None
 
@@ -259,15 +261,13 @@ class Player:
         is_leaf = name == "embedding" and tape.makes_leaf(module)
         trains = any(map(tape.trains, weights))
         grad = bool(grad) and (trains or is_leaf or any(one.needs_grad for one in inputs))
-        sides = {number: self.elements(number) * self.trace.values[number][1] for number in others}
         kept = [number for number in others if self.trace.values[number][2] in op["saved"]]
-        is_frozen = bool(weights) and not trains and name in PRODUCTS
         out = tape.op(
-            NAMES.get(name, name), inputs, self.elements(first), saves=() if is_frozen else saved,
+            NAMES.get(name, name), inputs, self.elements(first), **self.products(op, inputs, grad, trains),
+            saves=() if weights and not trains and name in PRODUCTS else saved,
             saves_output=is_leaf or place in op["saved"], bytes_each=self.width(op, traced, inputs),
-            extra_saved=sum(sides[number] for number in kept), weights=tuple(weights[::-1]),
-            module=module, passes_on=name in PASSES_ON,
-            narrows=name in ("cat", "stack"), needs_grad=grad, **self.products(op, inputs, grad, trains),
+            extra_saved=sum(self.elements(one) * self.trace.values[one][1] for one in kept), needs_grad=grad,
+            weights=tuple(weights[::-1]), module=module, passes_on=name in PASSES_ON, narrows=name in ("cat", "stack"),
         )  # fmt: skip
         beside = tape.segments[-1].ops[-1].outputs
         for number in others:
