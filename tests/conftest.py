@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from compiled_ops import build, enter, folder_of_this_stack
+from hypothesis import settings
 from nightly_record import pytest_addoption, pytest_terminal_summary  # noqa: F401  (hooks)
 from nightly_record import pytest_collection_modifyitems as keep_what_is_retried
 from warm_ranks import WarmRanks, is_warm, kill_family
@@ -26,6 +27,8 @@ import finetune.run.launch
 REPO = Path(__file__).resolve().parents[1]
 SHARED = REPO.parent / "shared"
 RECIPE = "recipes/seq_cls.py"
+settings.register_profile("same", derandomize=True)
+settings.load_profile("same")  # the gate runs the same cases at every hour
 TIMEOUT_SECONDS = 300
 
 # A shell that starts pytest in the background has it ignore SIGINT, and so would the processes that tests interrupt.
