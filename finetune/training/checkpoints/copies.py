@@ -67,17 +67,16 @@ class Memory:
             return
         self.copying.append((left, held, [self.pool.submit(_move, left) for _ in range(self.threads)]))
 
-    def wait(self) -> None:
-        """Copy what no thread has begun to. Until then, nothing may change what a Storages has been given."""
-        while self.copying:
-            self._finish(*self.copying.pop())
-
-    def _finish(self, left: Iterator[Piece], held: Any, threads: list[Future[None]]) -> None:
-        """`held` lives until all is copied."""
-        _move(left)
-        for thread in threads:
-            if not thread.cancel():
-                thread.result()
+    def wait(self, but: int = 0) -> None:
+        """Copy what no thread has begun to, `but` for so many that began first. Until then, nothing may change what a
+        Storages has been given."""
+        while len(self.copying) > but:
+            left, _, threads = self.copying[-1]  # which holds what is copied
+            _move(left)
+            for thread in threads:
+                if not thread.cancel():
+                    thread.result()
+            self.copying.pop()
 
     def clear(self) -> None:
         """Let the next `put` overwrite what is there."""
@@ -88,10 +87,9 @@ class Memory:
         """Copy a flat tensor of bytes from any device. Raises OSError when memory runs out."""
         number, begin = place = self.room(content.numel())
         if content.device.type == "cpu":
-            before = len(self.copying)
+            others = len(self.copying)
             self.begin(_pieces(self.address(place), content.data_ptr(), content.numel()), content)
-            while len(self.copying) > before:
-                self._finish(*self.copying.pop())
+            self.wait(but=others)
         else:
             self.maps[number][begin : begin + content.numel()].copy_(content)
         return place
