@@ -135,17 +135,31 @@ def recipe(rounds: int, result: Path, is_alone: bool, *words: str) -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
+def by_ddp(model: Any, hook: str | None, **settings: Any) -> Any:
+    """The model under DistributedDataParallel, with one of the communication hooks of OPTIONS."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    from finetune.training.touched_rows import exchange, tables_of
+
+    wrapped = DistributedDataParallel(model, **settings)
+    if hook == "bf16":
+        # By its own name DDP refuses it on gloo.
+        wrapped.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
+    elif hook:
+        wrapped.register_comm_hook({id(table) for table in tables_of(wrapped)}, exchange)
+    return wrapped
+
+
 def options(rounds: int, result: Path, half: bool) -> None:
     """Steps of the recipe's model under DistributedDataParallel with each of OPTIONS."""
     import torch
     from torch import distributed, nn
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
     from transformers import AutoModelForSequenceClassification
 
     from finetune.models import short_attention
     from finetune.models.dropout import use_fast_dropout
     from finetune.training.runtime import keep_freed_memory
-    from finetune.training.touched_rows import exchange, tables_of
 
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // RANKS))
     keep_freed_memory()
@@ -157,14 +171,7 @@ def options(rounds: int, result: Path, half: bool) -> None:
         model = AutoModelForSequenceClassification.from_pretrained(minilm(), num_labels=2, dtype=torch.float32).train()
         model.set_attn_implementation(short_attention.NAME if half else "sdpa")
         use_fast_dropout(model)
-        settings = dict(chosen)
-        hook = settings.pop("hook")
-        wrapped = nn.parallel.DistributedDataParallel(model, **settings)
-        if hook == "bf16":
-            # By its own name DDP refuses it on gloo.
-            wrapped.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
-        elif hook:
-            wrapped.register_comm_hook({id(table) for table in tables_of(wrapped)}, exchange)
+        wrapped = by_ddp(model, **chosen)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
         def step() -> None:

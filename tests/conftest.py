@@ -27,9 +27,10 @@ import finetune.run.launch
 REPO = Path(__file__).resolve().parents[1]
 SHARED = REPO.parent / "shared"
 RECIPE = "recipes/seq_cls.py"
-settings.register_profile("same", derandomize=True)
-settings.load_profile("same")  # the gate runs the same cases at every hour
 TIMEOUT_SECONDS = 300
+
+settings.register_profile("same", derandomize=True)
+settings.load_profile("same")  # the same cases at every hour
 
 # A shell that starts pytest in the background has it ignore SIGINT, and so would the processes that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
