@@ -33,7 +33,8 @@ from finetune.models import short_attention
 from finetune.models.dropout import draws_slowly, use_fast_dropout
 from finetune.run.facts import SHORT_TOKENS
 from finetune.run.flags.guards import GuardArguments
-from finetune.training.runtime import choose_precision, keep_freed_memory
+from finetune.training.kept_memory import keep_freed_memory
+from finetune.training.runtime import choose_precision
 from finetune.training.trainer import FinetuneTrainer
 
 ROUNDS, WARM, TRACED = 7, 3, 2  # rounds, after one that is discarded; warm-up and traced steps per round

@@ -159,7 +159,7 @@ def options(rounds: int, result: Path, half: bool) -> None:
 
     from finetune.models import short_attention
     from finetune.models.dropout import use_fast_dropout
-    from finetune.training.runtime import keep_freed_memory
+    from finetune.training.kept_memory import keep_freed_memory
 
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // RANKS))
     keep_freed_memory()

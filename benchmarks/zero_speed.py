@@ -130,8 +130,8 @@ def rank(pipe, env: dict, log: Path, steps: int, config: dict, head: str, argv: 
 
     from finetune.measure.models import build, samples
     from finetune.run.flags.common import RunArguments
+    from finetune.training.kept_memory import keep_freed_memory
     from finetune.training.loss import settle_loss_scaling
-    from finetune.training.runtime import keep_freed_memory
     from finetune.training.start import start
     from finetune.training.trainer import FinetuneTrainer
 

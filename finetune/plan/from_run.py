@@ -99,7 +99,7 @@ def job_of(
         loss_chunk_tokens=subject.loss_chunk_tokens,
         device=device,
         dtype=base_dtype(run, flags["bf16"]),
-        saves_beside_from=_saves_beside_from(run),
+        saves_beside_from=_saves_beside_from(run, device),
         looks_ahead=has_router_loss(run, model.sizes.config),
         merges_adapter=bool(lora and run.value("merge_adapter")),
         **of_groups(run),
@@ -119,11 +119,11 @@ def job_of(
     return job, loaded.config, [*notes, *loaded.notes]
 
 
-def _saves_beside_from(run: Run) -> int | None:
+def _saves_beside_from(run: Run, device: str) -> int | None:
     """Ignores what a run finds only when it starts: too little memory, or a tracker that uploads checkpoints."""
     if run.value("save_strategy") == "no" or run.value("save_on_each_node"):
         return None
-    return {"on": 0, "auto": WORTH_BYTES}.get(run.value("async_save"))
+    return {"on": 0, "auto": WORTH_BYTES if device == "cpu" else None}.get(run.value("async_save"))
 
 
 def _precision(run: Run, flags: dict[str, bool], machine: Machine, asked: str | None) -> str:

@@ -23,11 +23,11 @@ from finetune.run.flags.compression import CompressionArguments
 from finetune.run.flags.guards import GuardArguments
 from finetune.run.flags.pipeline import PipelineArguments
 from finetune.run.flags.profiling import ProfileArguments
-from finetune.training import runtime
 from finetune.training.checkpoints.identity import lineage_lines
 from finetune.training.checkpoints.manifest import CHECKPOINT
 from finetune.training.distilling import Teacher
 from finetune.training.hub import push
+from finetune.training.kept_memory import KeptMemory
 from finetune.training.pipeline.partition import describe, partition
 from finetune.training.pipeline.trainer import PipelineTrainer
 from finetune.training.position import follow
@@ -171,7 +171,7 @@ def pipeline_of(
 def _callbacks(session: Session, own: Sequence[TrainerCallback]) -> list[TrainerCallback]:
     patience = session[RunArguments].early_stopping_patience
     stopping = [EarlyStoppingCallback(patience)] if patience else []
-    return [MetricsFile(), *own, *profiling(session[ProfileArguments]), *stopping]
+    return [MetricsFile(), KeptMemory(), *own, *profiling(session[ProfileArguments]), *stopping]
 
 
 @dataclass(frozen=True)
@@ -236,8 +236,6 @@ def _stood_there(checkpoint: str | None, step: int) -> bool:
 
 def _train(session: Session, trainer: FinetuneTrainer | PipelineTrainer, samples: Mapping[str, int]) -> TrainOutput:
     follow(trainer)
-    if session.training.device.type == "cpu":
-        runtime.keep_freed_memory()
     trained: TrainOutput = trainer.train(resume_from_checkpoint=session.checkpoint)
     peaks = {"peak_memory_gib_per_rank": trainer.peak_memory_gib_per_rank()}
     sources = taken_of_each(

@@ -3,7 +3,6 @@ which modules FSDP shards as a unit."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import sys
@@ -24,10 +23,6 @@ from finetune.run.launch import Launch, accelerate_uses_fsdp, join_as_single_pro
 # CPU features with which bf16 is faster than fp32. Without either it is about four times slower
 # (docs/results/seq_cls.md). torch.backends.cpu.get_cpu_capability() says AVX512 with or without them.
 BF16_CPU_FLAGS = {"amx_bf16", "avx512_bf16"}
-# Parameters of glibc's mallopt (malloc.h), and their values: tensors of up to 1 GiB, or else 32 MiB, come from the
-# heap, which never shrinks.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-NEVER, KEPT_BYTES = -1, (2**30, 2**25)
 
 
 def choose_precision(has_cuda: bool, file: Path = Path("/proc/cpuinfo")) -> str:
@@ -50,21 +45,6 @@ def set_threads(launch: Launch, has_cuda: bool) -> int:
     if not has_cuda:
         torch.set_num_threads(threads)
     return threads
-
-
-def keep_freed_memory() -> None:
-    """Make glibc's malloc keep the memory of freed tensors for the next step, unless the environment configures it.
-
-    Otherwise, tensors above its threshold, which grows up to 32 MiB, go back to the kernel when they are freed, and the
-    kernel clears the pages of the next ones (glibc 2.36, malloc.c, munmap_chunk). Huge pages, which torch asks for with
-    THP_MEM_ALLOC_ENABLE=1, then gain nothing, and cost memory where lengths vary (benchmarks/switches.py: memory).
-    """
-    given = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(n.startswith("MALLOC_") for n in os.environ)
-    if "CS_GNU_LIBC_VERSION" in os.confstr_names and not given:
-        libc = ctypes.CDLL(None)
-        # Older releases take at most 32 MiB. Without a threshold of ours, theirs would no longer grow.
-        if any(libc.mallopt(M_MMAP_THRESHOLD, size) for size in KEPT_BYTES):
-            libc.mallopt(M_TRIM_THRESHOLD, NEVER)
 
 
 @contextmanager

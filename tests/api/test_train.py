@@ -30,7 +30,7 @@ from finetune.models import dropout
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM, GPTLiteForSequenceClassification
 from finetune.run.choose import recipes
 from finetune.run.launch import Launch
-from finetune.training import chapters, runtime
+from finetune.training import chapters, kept_memory
 
 SMALL = {**TINY, "max_steps": 2, "max_train_samples": 64}
 
@@ -87,7 +87,7 @@ def test_a_run_on_a_cpu_keeps_freed_memory_and_draws_masks_itself_where_torch_is
     monkeypatch.setattr(dropout, "mask_like", lambda x, p: called.update([f"masks of {p}"]) or draw(x, p))
     for module in (dropout, chapters):
         monkeypatch.setattr(module, "draws_slowly", lambda: is_slow)
-    monkeypatch.setattr(runtime, "keep_freed_memory", lambda: called.update(["memory"]))
+    monkeypatch.setattr(kept_memory, "keep_freed_memory", lambda: called.update(["memory"]))
     values = {**SMALL, "dropout": 0.2, "max_steps": 1}
     train("seq_cls", train_file=own_csv, output_dir=tmp_path / "run", **values)
     assert called["memory"] == 1

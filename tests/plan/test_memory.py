@@ -237,18 +237,21 @@ def test_a_copy_has_states_as_precise_as_the_weights_that_are_trained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"),
+    ("asked", "on_v100", "on_cpu"),
     [
-        ("--async_save on", 0),
-        ("--async_save auto", 256 * 2**20),
-        ("--async_save auto --deepspeed zero3_offload", 256 * 2**20),
-        ("", None),
-        ("--async_save on --deepspeed zero3_nvme", None),
+        ("--async_save on", 0, 0),
+        ("--async_save auto", None, 256 * 2**20),
+        ("--async_save auto --deepspeed zero3_offload", None, 256 * 2**20),
+        ("", None, 256 * 2**20),
+        ("--async_save off", None, None),
+        ("--async_save on --deepspeed zero3_nvme", None, None),
     ],
 )
-def test_a_copy_is_counted_where_a_run_would_make_one(asked: str, expected: int | None) -> None:
+def test_a_copy_is_counted_where_a_run_would_make_one(asked: str, on_v100: int | None, on_cpu: int | None) -> None:
     flags = f"--model_name_or_path gpt2 --block_size 64 --save_strategy steps {asked}".split()
-    assert job_of(resolve(CAUSAL_LM, flags, Launch()), V100)[0].saves_beside_from == expected
+    run = resolve(CAUSAL_LM, flags, Launch())
+    found = [job_of(run, machine)[0].saves_beside_from for machine in (V100, find_machine("cpu"))]
+    assert found == [on_v100, on_cpu]
 
 
 def test_so_it_is_for_a_pipeline() -> None:

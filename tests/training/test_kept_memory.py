@@ -8,13 +8,16 @@ import sys
 
 import pytest
 
+glibc = pytest.mark.skipif(
+    "CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="this system has another malloc than glibc's"
+)
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 ELEMENTS = 16_777_216  # 64 MiB, above what malloc keeps by itself (32 MiB)
 FAULTS = f"""
 import resource
-from finetune.training import runtime
+from finetune.training.kept_memory import keep_freed_memory
 import torch
-runtime.keep_freed_memory()
+keep_freed_memory()
 found = []
 for turn in range(10):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -24,17 +27,54 @@ print(min(found))  # another thread may fault in pages of its own meanwhile
 """
 
 
+HELD = """
+from types import SimpleNamespace
+from finetune.training.kept_memory import SETTLING_STEPS, KeptMemory, resident_bytes
+import torch
+kept = KeptMemory()
+kept.on_train_begin(SimpleNamespace(device=torch.device("cpu")), None, None)
+def step(mib):
+    tensors = [torch.ones(2**20) for _ in range(mib // 4)]
+    fence = torch.ones(64)  # above them in the heap
+    del tensors
+    before = resident_bytes()
+    kept.on_step_end(None, None, None)
+    print(before >> 20, resident_bytes() >> 20)
+    return fence
+fences = [step(256) for _ in range(SETTLING_STEPS)]
+fences += [step(320), step(2048)]
+"""
+
+
 def faults(env: dict[str, str]) -> int:
+    return int(printed(FAULTS, env)[-1])
+
+
+def printed(program: str, env: dict[str, str]) -> list[str]:
     configured = ("THP_MEM_ALLOC_ENABLE", "GLIBC_TUNABLES", "MALLOC_")
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(configured)}
-    done = subprocess.run([sys.executable, "-c", FAULTS], env=inherited | env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], env=inherited | env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return int(done.stdout.splitlines()[-1])
+    return done.stdout.splitlines()
 
 
-@pytest.mark.skipif("CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="this system has another malloc than glibc's")
+@glibc
 @pytest.mark.parametrize("setting", [{"MALLOC_ARENA_TEST": "8"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_test=8"}])
 def test_a_freed_tensor_is_not_faulted_in_again_unless_the_user_configures_malloc(setting: dict[str, str]) -> None:
     pages = ELEMENTS * 4 // PAGE_BYTES
     assert faults({}) < pages / 50
     assert faults(setting) > pages / 2
+
+
+@glibc
+def test_a_process_that_has_grown_by_half_gives_freed_memory_back() -> None:
+    *_, (settled, _), (little, kept), (grown, left) = (map(int, line.split()) for line in printed(HELD, {}))
+    assert kept == little > settled, "in MiB"
+    assert grown > 1.5 * settled
+    assert left < settled
+
+
+@glibc
+def test_nothing_is_given_back_if_the_user_configures_malloc() -> None:
+    *_, (grown, left) = (map(int, line.split()) for line in printed(HELD, {"MALLOC_TRIM_THRESHOLD_": str(2**40)}))
+    assert left >= 0.9 * grown

@@ -459,6 +459,19 @@ def test_auto_is_for_checkpoints_that_are_worth_it(
     assert said == [False, True]
 
 
+def test_auto_leaves_a_gpu_alone_and_a_run_on_cpus_is_asked_whether_it_has_the_memory(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(saves, "obstacle", lambda of, copied: f"{copied} bytes are too many")
+    for asked, device in (("auto", "cuda"), ("off", "cpu"), ("on", "cuda"), ("auto", "cpu")):
+        trainer = SimpleNamespace(args=SimpleNamespace(device=SimpleNamespace(type=device)))
+        saved = SimpleNamespace(copied_bytes=lambda size: size)
+        of = SimpleNamespace(trainer=trainer, saved=saved, expected_bytes=lambda: 2**40)
+        saves.SavesBeside(of).choose(asked)
+    said = capfd.readouterr().out.splitlines()
+    assert [line.split(":")[1] for line in said] == [" --async_save on", " --async_save auto"]
+
+
 @pytest.mark.nightly
 def test_where_memory_lacks_each_save_is_finished_at_once_and_the_run_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -49,9 +49,9 @@ class GuardArguments:
         range=NOT_NEGATIVE,
     )
     async_save: str = flag(
-        "off",
+        "auto",
         "on or yes: write checkpoints while training continues, from a copy in host memory; auto: if it pays off and "
-        "memory allows; off or no: training waits (docs/checkpoints.md)",
+        "memory allows, and not from a GPU; off or no: training waits (docs/checkpoints.md)",
         GOES_ON,
         choices=SAVES,
     )

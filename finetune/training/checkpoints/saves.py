@@ -131,7 +131,8 @@ class SavesBeside(TrainerCallback):
         if asked == "off" or self.writer is not None:
             return
         size = self.saves.expected_bytes()
-        if asked != "on" and size < WORTH_BYTES:
+        # The copy from a GPU has not been measured yet.
+        if asked == "auto" and (size < WORTH_BYTES or self.saves.trainer.args.device.type != "cpu"):
             return
         copied = self.saves.saved.copied_bytes(size)
         checks: tuple[Callable[[], str | None], ...] = (lambda: obstacle(self.saves, copied), self._start)

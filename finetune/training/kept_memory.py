@@ -1,0 +1,63 @@
+"""On CPUs: keep the memory of freed tensors for the next step, within bounds."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+# Parameters of glibc's mallopt (malloc.h), and their values: tensors of up to 1 GiB, or else 32 MiB, come from the
+# heap, which never shrinks by itself.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+NEVER, KEPT_BYTES = -1, (2**30, 2**25)
+SETTLING_STEPS = 10  # after each trim, in which a process takes again what it needs
+MOST_GROWTH = 1.5  # where lengths vary, the heap's free pieces are often too small for the next tensor
+
+
+def keep_freed_memory() -> ctypes.CDLL | None:
+    """Make glibc's malloc keep the memory of freed tensors for the next step, and return glibc, or None if this is not
+    glibc or the environment configures its malloc.
+
+    Otherwise, tensors above its threshold, which grows up to 32 MiB, go back to the kernel when they are freed, and the
+    kernel clears the pages of the next ones (glibc 2.36, malloc.c, munmap_chunk). Huge pages, which torch asks for with
+    THP_MEM_ALLOC_ENABLE=1, then gain nothing, and cost memory where lengths vary (benchmarks/switches.py: memory).
+    """
+    given = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(n.startswith("MALLOC_") for n in os.environ)
+    if "CS_GNU_LIBC_VERSION" not in os.confstr_names or given:
+        return None
+    libc = ctypes.CDLL(None)
+    # Older releases take at most 32 MiB. Without a threshold of ours, theirs would no longer grow.
+    if any(libc.mallopt(M_MMAP_THRESHOLD, size) for size in KEPT_BYTES):
+        libc.mallopt(M_TRIM_THRESHOLD, NEVER)
+    return libc
+
+
+class KeptMemory(TrainerCallback):
+    """Keeps freed memory, and returns it once the process has grown by half."""
+
+    def __init__(self) -> None:
+        self.libc: ctypes.CDLL | None = None
+        self.settled_bytes, self.settling = 0, SETTLING_STEPS
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.device.type == "cpu":
+            self.libc = keep_freed_memory()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.libc is None:
+            return
+        held = resident_bytes()
+        if self.settling > 0:
+            self.settling -= 1
+            self.settled_bytes = max(self.settled_bytes, held)
+        elif held > MOST_GROWTH * self.settled_bytes:
+            self.libc.malloc_trim(0)
+            self.settling = SETTLING_STEPS
+
+
+def resident_bytes() -> int:
+    """Source: proc(5), /proc/pid/statm."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
