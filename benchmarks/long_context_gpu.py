@@ -24,8 +24,8 @@ from releases import in_words, versions
 from finetune.errors import RequestError
 from finetune.host.hardware import gpu_names
 from finetune.measure.start import measure
+from finetune.plan.answers import most_that_fits
 from finetune.plan.job import Job
-from finetune.plan.largest import most_that_fits
 from finetune.plan.machine import Machine, find_machine
 from finetune.plan.memory import plan_memory
 from finetune.plan.model import model_of

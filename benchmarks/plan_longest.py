@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from finetune.plan.answers import most_that_fits
 from finetune.plan.job import Job
-from finetune.plan.largest import most_that_fits
 from finetune.plan.machine import find_machine
 from finetune.plan.model import model_of
 from finetune.plan.named import find_model_config

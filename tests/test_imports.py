@@ -54,7 +54,7 @@ LIGHT_ROOM = [f"finetune.run.{path.stem}" for path in sorted((REPO / "finetune/r
         "finetune.plan.forward.traced",
         "finetune.plan.tracing",
         "finetune.plan.weights",
-        "finetune.plan.write",
+        "finetune.plan.answers",
         "finetune.report.write",
         "finetune.measure.start",
         "finetune.commands.supervise",

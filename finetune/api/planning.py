@@ -12,7 +12,7 @@ from finetune.api.html import block, table_of
 from finetune.api.words import from_python, words_of
 from finetune.cli import parser
 from finetune.commands.plan import Outcome, as_json, layouts_of, plan_of
-from finetune.plan.mends import ways_out
+from finetune.plan.advice import ways_out
 from finetune.plan.plan import Plan
 from finetune.plan.search import Found
 from finetune.report.plan_tables import layout_table, memory_table, show, step_table

@@ -12,15 +12,13 @@ from typing import Any
 
 from finetune.errors import RequestError
 from finetune.plan import questions
-from finetune.plan.cost import Cost, cost_of, one_more_of, speedup_of
-from finetune.plan.deadline import smallest_cluster
+from finetune.plan.advice import notes as notes_of
+from finetune.plan.advice import ways_out
+from finetune.plan.answers import Answer, Cost, cost_of, one_more_of, smallest_cluster, speedup_of, write
 from finetune.plan.from_run import job_of
 from finetune.plan.job import Job
-from finetune.plan.largest import Answer
 from finetune.plan.machine import Machine, find_machine
-from finetune.plan.mends import ways_out
 from finetune.plan.named import refuse_size
-from finetune.plan.notes import notes as notes_of
 from finetune.plan.plan import Plan, plan
 from finetune.plan.questions import BATCH, DEADLINE, LONGEST, MODEL, OPEN
 from finetune.plan.run_model import SHAPING, described, with_kept_model
@@ -62,8 +60,6 @@ def run(asked: argparse.Namespace) -> int:
         layouts = autotune(layouts, asked.autotune)
     _say(asked, outcome, layouts)
     if asked.write:
-        from finetune.plan.write import write
-
         print(write(Path(asked.write), layouts, outcome.limits.has_disk), file=sys.stderr if asked.json else sys.stdout)
     return 0 if found.fits or (layouts and layouts.fitting) else 1
 

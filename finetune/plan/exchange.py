@@ -7,7 +7,7 @@ sequence/layer.py, _dim_zero_all_to_all), as finetune/training/sequence_parallel
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from finetune.errors import RequestError
@@ -110,23 +110,15 @@ class SharedTape(Tape):
         return replace(gemm, m=gemm.m * self.sharing, many=gemm.many // self.sharing, **length)
 
 
-@dataclass(frozen=True)
-class Exchanged:
-    """What a rank sends in exchanges, or receives if that is more: `sizes` in bytes, of each in a micro-batch's forward
-    pass; `back` those of its backward pass and of recomputation."""
-
-    sizes: tuple[int, ...]
-    back: tuple[int, ...]
-
-
-def exchanges_of(tape: Tape, *kinds: str) -> Exchanged | None:
-    """Of some `kinds` in SENT, or of all; None if there are none. Positions, gathered beside each attention, and
-    numbers of tokens, sent before these, are too few to count."""
+def exchanges_of(tape: Tape, *kinds: str) -> tuple[list[int], list[int]]:
+    """Bytes that a rank sends, or receives if that is more, in each exchange of a micro-batch's forward pass, and of
+    its backward pass with recomputation: of some `kinds` in SENT, or of all. Positions, gathered beside each attention,
+    and numbers of tokens, sent before these, are too few to count."""
     made = [
         (max(op.inputs[0].bytes, op.outputs[0].bytes), part.recomputed)
         for part in tape.segments
         for op in part.ops
         if op.name in (kinds or SENT)
     ]
-    again = (size for size, is_again in made if is_again)
-    return Exchanged(tuple(size for size, _ in made), (*(size for size, _ in made), *again)) if made else None
+    ahead = [size for size, _ in made]
+    return ahead, ahead + [size for size, is_again in made if is_again]

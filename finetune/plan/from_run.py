@@ -18,30 +18,7 @@ from finetune.plan.optimizers import optimizer_of
 from finetune.plan.run_model import is_adapter, lora_of, model_of_run
 from finetune.plan.shared_texts import check_shared, of_groups, with_deepspeed
 from finetune.plan.zero import read_zero
-from finetune.run.engine import (
-    context_of,
-    deepspeed_config_of,
-    fsdp_by_accelerate,
-    load_deepspeed,
-    settle_engine,
-    stated_precision,
-)
-from finetune.run.facts import (
-    LEAST_SIDE,
-    MOST_SIDE,
-    NO_LIMIT,
-    SHORT_TOKENS,
-    base_dtype,
-    check_sharded,
-    checkpoint_interval,
-    eval_batch_of,
-    loss_chunk_tokens,
-    mixes_attention,
-    positions_of,
-    precision_flags,
-    tokens_flag,
-    tokens_of,
-)
+from finetune.run import engine, facts
 from finetune.run.files import SENTENCE_SIZES
 from finetune.run.flags.experts import has_router_loss
 from finetune.run.flags.guards import WORTH_BYTES
@@ -63,7 +40,7 @@ class Subject:
 
     model: Model
     tokens: int = 1
-    image_size: int = MOST_SIDE
+    image_size: int = facts.MOST_SIDE
     loss_chunk_tokens: int = 0
     targets: int | None = None
 
@@ -75,11 +52,11 @@ def job_of(
     notes = list[str]()
     _check_numbers(run, params_per_layer)
     subject = subject or _subject(run, machine, params_per_layer, notes)
-    model, run = subject.model, settle_engine(run)
+    model, run = subject.model, engine.settle_engine(run)
     _check_engine(run, model)
     run = with_deepspeed(run, machine.device, notes)
-    lora, asked = lora_of(run, model, notes), deepspeed_config_of(run)
-    flags = precision_flags(run, stated_precision(asked), lambda: _fastest(machine, notes), bool(asked))
+    lora, asked = lora_of(run, model, notes), engine.deepspeed_config_of(run)
+    flags = facts.precision_flags(run, engine.stated_precision(asked), lambda: _fastest(machine, notes), bool(asked))
     precision, device = _precision(run, flags, machine, asked), machine.torch_device
     job = Job(
         model=with_lora(in_4bit(model) if run.value("load_in_4bit") else model, lora) if lora else model,
@@ -94,27 +71,28 @@ def job_of(
         image_size=subject.image_size,
         accumulation=run.value("gradient_accumulation_steps"),
         precision=precision,
-        checkpoint_interval=checkpoint_interval(run),
+        checkpoint_interval=facts.checkpoint_interval(run),
         attention=_attention(run, subject.tokens, device, precision),
         loss_chunk_tokens=subject.loss_chunk_tokens,
         device=device,
-        dtype=base_dtype(run, flags["bf16"]),
+        dtype=facts.base_dtype(run, flags["bf16"]),
         saves_beside_from=_saves_beside_from(run, device),
         looks_ahead=has_router_loss(run, model.sizes.config),
         merges_adapter=bool(lora and run.value("merge_adapter")),
         **of_groups(run),
         **_teacher(run, flags["bf16"], params_per_layer, notes),
-        **({"eval_batch": eval_batch_of(run)} | _preferences(run, model, flags["bf16"], notes)),
+        **({"eval_batch": facts.eval_batch_of(run)} | _preferences(run, model, flags["bf16"], notes)),
     )
     if not asked:
         return replace(job, optimizer=optimizer_of(run.value("optim"), None)), None, notes + [IN_HALF] * job.trains_half
-    loaded = load_deepspeed(run, asked, context_of(run, flags, has_cuda=job.device == "cuda", is_here=False))
+    context = engine.context_of(run, flags, has_cuda=job.device == "cuda", is_here=False)
+    loaded = engine.load_deepspeed(run, asked, context)
     if Config(loaded.config).is_on("bf16.bf16_master_weights_and_grads"):
         notes.append("bf16_master_weights_and_grads: masters and states are counted in fp32; the run takes less")
     zero = read_zero(Config(loaded.config), model.hidden_size, run.value("max_grad_norm"), job.precision)
-    optimizer, engine = optimizer_of(run.value("optim"), loaded.config), DEEPSPEED if run.stages is None else PIPELINE
+    kind, optimizer = DEEPSPEED if run.stages is None else PIPELINE, optimizer_of(run.value("optim"), loaded.config)
     beside = None if "nvme" in (zero.offload_optimizer, zero.offload_param) else job.saves_beside_from
-    job = replace(job, engine=engine, zero=zero, optimizer=optimizer, saves_beside_from=beside)
+    job = replace(job, engine=kind, zero=zero, optimizer=optimizer, saves_beside_from=beside)
     check_shared(run, job)
     return job, loaded.config, [*notes, *loaded.notes]
 
@@ -143,7 +121,7 @@ def _teacher(run: Run, bf16: bool, params_per_layer: int | None, notes: list[str
     notes.append("the teacher's weights, activations and forward pass are counted, not what ZeRO-3 gathers for it")
     named = run.settled("--teacher", model_name_or_path=run.value("teacher"))
     model = model_of_run(named, params_per_layer, notes, "teacher")
-    return {"teacher": model, "teacher_dtype": base_dtype(run, bf16, has_adapter=True)}
+    return {"teacher": model, "teacher_dtype": facts.base_dtype(run, bf16, has_adapter=True)}
 
 
 def _preferences(run: Run, model: Model, bf16: bool, notes: list[str]) -> dict[str, Any]:
@@ -168,7 +146,7 @@ def _preferences(run: Run, model: Model, bf16: bool, notes: list[str]) -> dict[s
     )
     base = in_4bit(model) if run.value("load_in_4bit") else model
     kind = SECOND if form == "online" else OWN_BASE
-    return found | {"teacher": base, "teacher_dtype": base_dtype(run, bf16), "reference": kind}
+    return found | {"teacher": base, "teacher_dtype": facts.base_dtype(run, bf16), "reference": kind}
 
 
 def _check_numbers(run: Run, params_per_layer: int | None) -> None:
@@ -180,7 +158,7 @@ def _check_numbers(run: Run, params_per_layer: int | None) -> None:
 
 def _check_engine(run: Run, model: Model) -> None:
     """Raises RequestError for what cannot be planned."""
-    if run.value("fsdp") or fsdp_by_accelerate(run):
+    if run.value("fsdp") or engine.fsdp_by_accelerate(run):
         _check_fsdp(run, model)
     if run.stages is not None and model.family not in PIPELINED:
         raise RequestError(
@@ -191,7 +169,7 @@ def _check_engine(run: Run, model: Model) -> None:
 
 def _check_fsdp(run: Run, model: Model) -> None:
     """Only what recipes run with --fsdp True is planned: FSDP2, each layer a group."""
-    check_sharded(run)
+    facts.check_sharded(run)
     is_plain = str(run.value("fsdp")) in ("True", "full_shard", "full_shard auto_wrap") and not run.value("fsdp_config")
     why = (
         "it does not shard an encoder with a decoder"
@@ -227,27 +205,26 @@ def _chunk(run: Run, model: Model, machine: Machine) -> int:
     is_whole = "lm_head" in adapted or (not asked and does_more)
     if model.head != CAUSAL or is_whole:
         return 0
-    return loss_chunk_tokens(asked, model.vocab_size, machine.torch_device)
+    return facts.loss_chunk_tokens(asked, model.vocab_size, machine.torch_device)
 
 
 def _tokens(run: Run, model: Model, notes: list[str]) -> int:
-    flag, given = tokens_flag(run), run.value("model_name_or_path")
+    flag, given = facts.tokens_flag(run), run.value("model_name_or_path")
     if flag is None:
         raise RequestError(f"{run.said('model_name_or_path')}: {run.recipe.script} does not train text models.")
     otherwise = "." if given else (
         ". Or name the model with --model_name_or_path if the recipe starts from one: none was named, so this is a "
         "small one from scratch."
     )  # fmt: skip
-    most, folder = NO_LIMIT, Path(str(given)).expanduser()
-    tokenizer, sizes = folder / "tokenizer_config.json", folder / SENTENCE_SIZES
-    if "pooling" in run.recipe.flags and given and sizes.is_file():
-        said = read_config(sizes).get("max_seq_length")
-        most = int(said) if isinstance(said, int) and said > 0 else NO_LIMIT
-    elif flag != "block_size" and given and tokenizer.is_file():
-        said = read_config(tokenizer).get("model_max_length")
-        most = int(said) if isinstance(said, int) and 0 < said < NO_LIMIT else NO_LIMIT
-    positions, source = positions_of(model.sizes.config.get), f" ({run.source(flag)})"
-    found = tokens_of(flag, run.value(flag), positions, most, otherwise, source)
+    most, folder = facts.NO_LIMIT, Path(str(given)).expanduser()
+    file, key = folder / "tokenizer_config.json", "model_max_length"
+    if "pooling" in run.recipe.flags and (folder / SENTENCE_SIZES).is_file():
+        file, key = folder / SENTENCE_SIZES, "max_seq_length"
+    if flag != "block_size" and given and file.is_file():
+        said = read_config(file).get(key)
+        most = said if isinstance(said, int) and 0 < said < facts.NO_LIMIT else facts.NO_LIMIT
+    positions, source = facts.positions_of(model.sizes.config.get), f" ({run.source(flag)})"
+    found = facts.tokens_of(flag, run.value(flag), positions, most, otherwise, source)
     if flag != "block_size":
         notes.append(f"samples are counted as {found} tokens, the maximum; batches of shorter texts take less")
     return found
@@ -257,7 +234,8 @@ def _targets(run: Run, model: Model) -> int | None:
     flag = "max_target_length"
     if flag not in run.recipe.flags:
         return None
-    return tokens_of(flag, run.value(flag), positions_of(model.sizes.config.get), source=f" ({run.source(flag)})")
+    positions = facts.positions_of(model.sizes.config.get)
+    return facts.tokens_of(flag, run.value(flag), positions, source=f" ({run.source(flag)})")
 
 
 def _side(run: Run, model: Model, notes: list[str]) -> int:
@@ -267,9 +245,9 @@ def _side(run: Run, model: Model, notes: list[str]) -> int:
     if run.value("image_size"):
         return int(run.value("image_size"))
     if not run.value("model_name_or_path") and not run.value("train_dir") and not run.value("dataset_name"):
-        return LEAST_SIDE  # the built-in digits and CIFAR-10 are this small
-    notes.append(f"images are counted as {MOST_SIDE} pixels a side; --image_size changes that")
-    return MOST_SIDE
+        return facts.LEAST_SIDE  # the built-in digits and CIFAR-10 are this small
+    notes.append(f"images are counted as {facts.MOST_SIDE} pixels a side; --image_size changes that")
+    return facts.MOST_SIDE
 
 
 def _fastest(machine: Machine, notes: list[str]) -> str:
@@ -285,7 +263,7 @@ def _fastest(machine: Machine, notes: list[str]) -> str:
 
 
 def _attention(run: Run, tokens: int, device: str, precision: str) -> str:
-    is_eager = tokens_flag(run) and tokens <= SHORT_TOKENS and mixes_attention(run, device, precision)
+    is_eager = facts.tokens_flag(run) and tokens <= facts.SHORT_TOKENS and facts.mixes_attention(run, device, precision)
     return _one_of(run, "attn_implementation", ATTENTIONS, "eager" if is_eager else "sdpa")
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import takewhile
 
-from finetune.plan.forward import build_tape
+from finetune.plan.exchange import SharedTape
 from finetune.plan.forward.expert_parallel import held_by_rank
-from finetune.plan.forward.parts import Batch, Part
-from finetune.plan.forward.stages import entries_of
+from finetune.plan.forward.parts import Batch, Part, Setting
+from finetune.plan.forward.resnet import resnet
+from finetune.plan.forward.stages import entries_of, stage
+from finetune.plan.forward.traced import tape_of_trace
 from finetune.plan.model import Model
 from finetune.plan.optimizers import Optimizer
 from finetune.plan.tape import Tape
@@ -153,18 +156,34 @@ class Job:
         return Numbers(frozen, self.device, self.attention, self.uses_autocast, is_fp16, half_weights, saves_inputs)
 
 
+def build_tape(model: Model, batch: Batch, numbers: Numbers, checkpoint_interval: int = 0, part: Part | None = None,
+               loss_chunk_tokens: int = 0, shards: int = 0, offloads: bool = False) -> Tape:  # fmt: skip
+    """The tape of one micro-batch on one rank. `part`: a pipeline stage, for families that support it; `shards`: of a
+    tiled MLP; `offloads`: what recomputed layers save lies on the host."""
+    shapes = {tensor.name: tensor.shape for tensor in model.tensors}
+    packed = frozenset(tensor.name for tensor in model.tensors if tensor.is_packed)
+    given = numbers, shapes, model.lora, packed, bool(checkpoint_interval)
+    tape = Tape(*given) if batch.sharing == 1 else SharedTape(*given, sharing=batch.sharing, rows=batch.rows)
+    tape.offloads = offloads
+    ahead = {tensor.layer for tensor in takewhile(lambda tensor: tensor.layer != 0, model.tensors)} - {None}
+    setting = Setting(
+        tape, model.sizes, batch, model.family, model.head, checkpoint_interval, loss_chunk_tokens, len(ahead)
+    )
+    if model.trace is None:
+        tape.result = resnet(setting)
+    else:
+        trace = model.trace.of(batch.tokens)
+        tape.result = stage(trace, setting, part) if part else tape_of_trace(trace, setting)
+    return tiled(tape, shards)
+
+
+_tape = lru_cache(maxsize=128)(build_tape)
+
+
 def tape_of(job: Job, part: Part | None = None, drops: bool = True) -> Tape:
     """A micro-batch of one rank, or of the pipeline stage with the layers `part`. `drops`: with dropout."""
     return _tape(job.held, replace(job.batch, drops=drops), job.numbers, job.checkpoint_interval, part,
                  job.loss_chunk_tokens, job.tiled_mlp_num_shards, job.checkpoints_on_host)  # fmt: skip
-
-
-@lru_cache(maxsize=128)
-def _tape(model: Model, batch: Batch, numbers: Numbers, interval: int, part: Part | None, chunk: int, shards: int,
-          offloads: bool) -> Tape:  # fmt: skip
-    made = tiled(build_tape(model, batch, numbers, interval, part, chunk), shards)
-    made.offloads = offloads
-    return made
 
 
 def checkpoints_of(job: Job, part: Part | None = None) -> tuple[int, ...]:

@@ -24,16 +24,18 @@ HALF_SPEED_KEYS = 150
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of a device, and the number of kernels that the host launches for it."""
+    """Seconds of a device, and the number of kernels that the host launches for it. `host`: seconds for which it waits
+    for the host, as for an optimizer there with its disk."""
 
     device: float = 0.0
     launches: float = 0.0
+    host: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.device + other.device, self.launches + other.launches)
+        return Work(self.device + other.device, self.launches + other.launches, self.host + other.host)
 
     def times(self, count: float) -> Work:
-        return Work(self.device * count, self.launches * count)
+        return Work(self.device * count, self.launches * count, self.host * count)
 
 
 NOTHING = Work()

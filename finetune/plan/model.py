@@ -7,7 +7,7 @@ matter: ZeRO shards and the persistence threshold depend on tensors, not on tota
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from finetune.errors import RequestError
 from finetune.plan.families import resnet
 from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, MASKED, SEQ2SEQ, SPANS, TAGS, VECTORS, Shape, Sizes
 from finetune.plan.families.possible import refuse_impossible
-from finetune.plan.trace_files import KNOWN, MOST_LAYERS, heads_of
+from finetune.plan.trace_files import KNOWN, heads_of
 from finetune.plan.tracing import found_of
 from finetune.plan.values import FP32_BYTES, Lora
 from finetune.safe_read import read_json_object
@@ -81,10 +81,10 @@ class Trace:
     storage, the operator after which no variable holds it. `kept`: values of the output; `result`: the loss. `beyond`:
     the trace for texts of at least `window` tokens, if the model has a sliding window."""
 
-    values: tuple[Any, ...]
-    ops: tuple[Any, ...]
-    last: tuple[int, ...]
-    kept: tuple[int, ...]
+    values: Sequence[Any]
+    ops: Sequence[Any]
+    last: Sequence[int]
+    kept: Sequence[int]
     result: int
     window: int | None = None
     beyond: Trace | None = None
@@ -165,8 +165,6 @@ def model_of(
 
 def _resnet(sizes: Sizes) -> Model:
     layers = resnet.layers(sizes)
-    if len(layers) > MOST_LAYERS:
-        raise RequestError(f"{sizes.where}: {len(layers):,} layers are more than {MOST_LAYERS:,}. Mistyped?")
     tensors = tuple(Tensor(*one) for one in resnet.tensors(sizes))
     buffers = tuple(Buffer(*one) for one in resnet.buffers(sizes))
     width = layers[-1].convs[-1].fan_out
@@ -176,17 +174,12 @@ def _resnet(sizes: Sizes) -> Model:
 def _traced(found: Mapping[str, Any], head: str, sizes: Sizes) -> Model:
     tensors = tuple(Tensor(name, tuple(shape), *rest) for name, shape, *rest in found["tensors"])
     buffers = tuple(Buffer(name, tuple(shape), each) for name, shape, each in found["buffers"])
-    beyond = _trace(found["beyond"]) if found["beyond"] else None
+    beyond = Trace(**found["beyond"]) if found["beyond"] else None
     return Model(
         str(sizes.config.get("model_type")), head, tensors, found["layers"], found["hidden_size"], found["vocab_size"],
         sizes, buffers, head_modules=tuple(found["head_modules"]),
-        trace=replace(_trace(found["trace"]), window=found["window"], beyond=beyond),
+        trace=Trace(**found["trace"], window=found["window"], beyond=beyond),
     )  # fmt: skip
-
-
-def _trace(found: Mapping[str, Any]) -> Trace:
-    values, ops, last, kept = (tuple(found[name]) for name in ("values", "ops", "last", "kept"))
-    return Trace(values, ops, last, kept, found["result"])
 
 
 def in_4bit(model: Model) -> Model:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import inf
@@ -46,8 +45,7 @@ def balanced_bounds(
     def memory(stage: int, first: int, last: int) -> float:
         return state[last] - state[first] + flights[stage] * (activation[last] - activation[first])
 
-    is_monotone = parameters is state_bytes is activation_bytes is None  # fewer layers cost less, equally in any stage
-    slowest, _ = _least_worst(layers, stages, pace, is_monotone)
+    slowest, _ = _least_worst(layers, stages, pace)
     if slowest == inf and limit_bytes is None:
         raise RequestError(f"{stages} pipeline stages, but too few layers have weights to train. Give fewer stages.")
     if slowest == inf:
@@ -56,33 +54,26 @@ def balanced_bounds(
             "stages, or a smaller --per_device_train_batch_size, or --activation_checkpoint_interval 1 if it is not on."
         )
     quick_enough = slowest * (1 + 1e-9)  # floats may be summed in another order
-    return _least_worst(layers, stages, lambda *cut: memory(*cut) if pace(*cut) <= quick_enough else inf, is_monotone)[
-        1
-    ]
+    return _least_worst(layers, stages, lambda *cut: memory(*cut) if pace(*cut) <= quick_enough else inf)[1]
 
 
-def _least_worst(
-    layers: int, stages: int, cost: Callable[[int, int, int], float], is_monotone: bool
-) -> tuple[float, list[int]]:
+def _least_worst(layers: int, stages: int, cost: Callable[[int, int, int], float]) -> tuple[float, list[int]]:
     """The cut whose worst stage costs least, and what that stage costs: `cost` is of (stage, first layer, layer after
-    the last). Dynamic programming over stages and layers, O(stages x layers squared); where fewer layers never cost
-    more and all stages cost the same, O(stages x layers x log layers)."""
+    the last). Dynamic programming over stages and layers. The last stage grows from its end for as long as it costs no
+    more than the best found, because with more layers it costs no less: about layers squared in all. Of equally good
+    cuts the first."""
     # worst[n]: the least cost of the worst of the stages so far over the first n layers; cuts[s][n]: the last bound.
     worst = [0.0] + [inf] * layers
     cuts = []
     for stage in range(stages):
         before, worst, cut = worst, [inf] * (layers + 1), [0] * (layers + 1)
         for last in range(stage + 1, layers + 1):
-            firsts = range(stage, last)
-            if is_monotone:  # earlier stages cost ever more, this one ever less: the best is where they meet
-                met = bisect_left(firsts, True, key=lambda first: before[first] >= cost(stage, first, last))
-                firsts = firsts[max(0, met - 1) : met + 1]
-            found = [max(before[first], cost(stage, first, last)) for first in firsts]
-            worst[last] = min(found)
-            cut[last] = firsts[found.index(worst[last])]
-            if is_monotone:  # the first of equally good cuts
-                as_good = range(stage, cut[last])
-                cut[last] = stage + bisect_left(as_good, True, key=lambda at: cost(stage, at, last) <= worst[last])
+            for first in reversed(range(stage, last)):
+                own = cost(stage, first, last)
+                if own > worst[last]:
+                    break
+                if max(before[first], own) <= worst[last]:
+                    worst[last], cut[last] = max(before[first], own), first
         cuts.append(cut)
     bounds = [layers]
     for cut in reversed(cuts):

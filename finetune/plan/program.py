@@ -114,6 +114,15 @@ def evaluation_of(tape: Tape, enters: bool = True) -> list[list[Event]]:
     return _Player(tape, enters).forward(keeps=False)
 
 
+def modules_used(tape: Tape, goes_back: bool) -> list[Op]:
+    """The operators at which an engine enters a module, in the forward pass and, if it `goes_back`, the backward."""
+    program = program_of(tape)
+    passes = [*zip(tape.segments, program.forward, strict=True)]
+    if goes_back:
+        passes += zip(reversed(tape.segments), reversed(program.backward), strict=True)
+    return [segment.ops[event[1]] for segment, events in passes for event in events if event[0] is Kind.BEFORE]
+
+
 class _Player:
     def __init__(self, tape: Tape, enters: bool) -> None:
         self.tape, self.segments = tape, tape.segments

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from finetune.errors import RequestError
+from finetune.plan.answers import Answer, most_that_fits
 from finetune.plan.from_run import job_of
 from finetune.plan.job import PIPELINE, Job
-from finetune.plan.largest import Answer, most_that_fits
 from finetune.plan.machine import Machine
 from finetune.plan.named import model_names
 from finetune.plan.run_model import head_of

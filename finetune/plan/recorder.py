@@ -38,8 +38,9 @@ class Recorder:
 
     def casts(self, weight: str) -> bool:
         """Whether each product casts the weight: under autocast, if it is not in half precision already."""
-        is_half = self.numbers.is_half and (self.numbers.half_weights or not self.trains(weight))
-        return self.numbers.autocast and not is_half and weight not in self.packed
+        numbers = self.numbers
+        is_half = numbers.bytes_each < FP32_BYTES and (numbers.half_weights or not self.trains(weight))
+        return numbers.autocast and not is_half and weight not in self.packed
 
     def bytes_of(self, weight: str) -> int:
         """Per element."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 FORWARD, BACKWARD, SEND, RECEIVE, IDLE = "forward", "backward", "send", "receive", "idle"
 
@@ -52,14 +53,9 @@ class Schedule:
     @property
     def in_flight(self) -> list[int]:
         """Per stage, the most micro-batches between their forward and backward pass: it holds their activations."""
-        most = []
-        for stage in range(self.stages):
-            held = peak = 0
-            for event in sorted((e for e in self.events if e.stage == stage), key=lambda e: e.start):
-                held += {FORWARD: 1, BACKWARD: -1}.get(event.kind, 0)
-                peak = max(peak, held)
-            most.append(peak)
-        return most
+        ordered, change = sorted(self.events, key=lambda e: e.start), {FORWARD: 1, BACKWARD: -1}
+        changes = ([change.get(e.kind, 0) for e in ordered if e.stage == stage] for stage in range(self.stages))
+        return [max(accumulate(its, initial=0)) for its in changes]
 
 
 def bubble_share(stages: int, micro_batches: int) -> float:

@@ -38,17 +38,7 @@ NOT_EVERYWHERE = (
 # In order of preference among equally fast ones: the simplest first. The toolkit has no tensor parallelism.
 # Pipelines go with ZeRO-1: DeepSpeed allows them with ZeRO-0 and -1 only
 # (runtime/pipe/engine.py, __init__), and the toolkit with -1, which is never worse.
-LAYOUTS = (
-    TRAINER_ALONE,
-    "zero1",
-    "zero2",
-    "zero3",
-    "zeropp",
-    "pipeline",
-    "zero2_offload",
-    "zero3_offload",
-    "zero3_nvme",
-)
+LAYOUTS = (TRAINER_ALONE, *"zero1 zero2 zero3 zeropp pipeline zero2_offload zero3_offload zero3_nvme".split())
 
 
 @dataclass(frozen=True)
@@ -238,14 +228,10 @@ def scaling(job: Job, machine: Machine) -> list[tuple[int, float, float]]:
     """(ranks, samples per second, samples per second under perfect scaling) of the same layout from one node, or from
     one pipeline or group that is larger, up to 4,096 ranks, each with the same micro-batch."""
     together = max(job.stages, job.group)
-    first = ranks = max(1, min(job.world_size, job.ranks_per_node) // together) * together
-    curve: list[tuple[int, float, float]] = []
-    while ranks <= MOST_RANKS:
-        speed = plan_seconds(replace(job, world_size=ranks), machine).samples_per_second
-        ideal = curve[0][1] * ranks / first if curve else speed
-        curve.append((ranks, speed, ideal))
-        ranks *= 2
-    return curve
+    first = max(1, min(job.world_size, job.ranks_per_node) // together) * together
+    counts = [first << doublings for doublings in range(MOST_RANKS.bit_length()) if first << doublings <= MOST_RANKS]
+    speeds = [plan_seconds(replace(job, world_size=ranks), machine).samples_per_second for ranks in counts]
+    return [(ranks, speed, speeds[0] * (ranks // first)) for ranks, speed in zip(counts, speeds, strict=True)]
 
 
 def gib(size: float) -> str:

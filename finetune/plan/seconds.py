@@ -26,7 +26,7 @@ from finetune.plan.partition import balanced_bounds
 from finetune.plan.schedule import Schedule, simulate
 from finetune.plan.tape import Tape
 from finetune.plan.traffic import Traffic, traffic_of
-from finetune.plan.update import Update, update_of
+from finetune.plan.update import update_of
 from finetune.plan.values import SENT
 
 # The loop's own work (callbacks, schedule, collating) in eager launches, per step: MLPs of width 8.
@@ -121,13 +121,13 @@ def plan_seconds(job: Job, machine: Machine) -> StepSeconds:
         # On a GPU transfers to and from the host overlap with all other work.
         offload += count * max(0.0, flow.offload - (beside.device + waited if job.device != "cpu" else 0.0))
     forward = forward + _asked(job, machine)
-    launches = (forward + backward + again).times(micros).launches + (copies + update.work).launches
+    launches = (forward + backward + again).times(micros).launches + (copies + update).launches
     parts = {
         "forward": forward.device * micros,
         "backward": backward.device * micros,
         "recomputation": again.device * micros,
         "copies": copies.device,
-        "optimizer": update.work.device + update.host,
+        "optimizer": update.device + update.host,
         "exposed_communication": exposed + traded,
         "offload": offload + micros * moved,
     }
@@ -146,13 +146,13 @@ def _exchange(job: Job, machine: Machine) -> float:
     each other tokens, in a micro-batch. Attention and experts wait for it."""
     total = 0.0
     for kind, ranks in zip(SENT, (job.sequence_parallel_size, job.expert_parallel_size), strict=True):
-        if ranks > 1 and (found := exchanges_of(_tape(job), kind)):
-            group = Group(ranks, min(job.ranks_per_node, ranks))
-            total += sum(all_to_all(machine, size, group) for size in (*found.sizes, *found.back))
+        if ranks > 1:
+            group, (ahead, back) = Group(ranks, min(job.ranks_per_node, ranks)), exchanges_of(_tape(job), kind)
+            total += sum(all_to_all(machine, size, group) for size in ahead + back)
     return total
 
 
-def _ending(job: Job, machine: Machine, weights: Weights) -> tuple[Traffic, Update]:
+def _ending(job: Job, machine: Machine, weights: Weights) -> tuple[Traffic, Work]:
     """What ranks with these weights send each other, and their optimizer's step."""
     kernels = kernels_of(machine, job.precision)
     return traffic_of(job, machine, kernels, _tape(job), weights), update_of(job, machine, kernels, weights)
@@ -267,14 +267,14 @@ def _pipeline(job: Job, machine: Machine) -> StepSeconds:
         ends.append(_ending(job, machine, Weights(tensors, job.weight_bytes)))
     reduced = max(traffic.boundary.communication + traffic.step.communication for traffic, _ in ends)
     copies = max((traffic.boundary.work + traffic.step.work for traffic, _ in ends), key=lambda work: work.device)
-    update = max((update for _, update in ends), key=lambda update: update.work.device + update.host)
-    after = copies + update.work
+    update = max((update for _, update in ends), key=lambda update: update.device + update.host)
+    after = copies + update
     parts = {
         "forward": job.accumulation * (forward[slowest] - moved),
         "backward": job.accumulation * (backward[slowest] - again - moved),
         "recomputation": job.accumulation * again,
         "copies": copies.device,
-        "optimizer": update.work.device + update.host,
+        "optimizer": update.device + update.host,
         "exposed_communication": reduced,
         "offload": 2 * job.accumulation * moved,
         "launch": _launch(machine, after.launches, after.device),

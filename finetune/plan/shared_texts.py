@@ -65,7 +65,7 @@ def check_shared(run: Run, job: Job) -> None:
     check_heads(job.model.sizes.config.get, size, job.tokens, job.world_size)
     if job.tokens % size:
         raise RequestError(f"{said}, which does not divide the {job.tokens} tokens of a block. Change one of them.")
-    if exchanges_of(tape_of(job), ALL_TO_ALL) is None:
+    if not exchanges_of(tape_of(job), ALL_TO_ALL)[0]:
         raise RequestError(
             f"{said}: only attention that runs as one fused kernel is planned, and this model's does not: in fp32 with "
             "grouped heads on a GPU, or with dropout on a CPU. Plan it in bf16, or without dropout."

@@ -17,14 +17,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import RequestError
 from finetune.plan.families.parts import Sizes
 
 TRACES = Path(__file__).resolve().parent / "traces"
 # Configs have either; a mixture without dense layers need not say how wide these would be.
 ALSO = {"num_experts": "num_local_experts", "num_local_experts": "num_experts", "n_routed_experts": "num_local_experts",
         "intermediate_size": "moe_intermediate_size"}  # fmt: skip
-MOST_LAYERS = 3_000  # of which a plan still takes seconds
 EMPTY: tuple[Any, ...] = ([], 0, [], [], None)  # what an operator of a file lacks at its end
 KNOWN = tuple(sorted(file.stem for file in TRACES.glob("*.json")))
 
@@ -48,9 +46,7 @@ def sizes_of(kind: str, sizes: Sizes) -> dict[str, int]:
         found[name] = sizes.labels if name == "num_labels" else sizes(name, ALSO.get(name, name), default=default)
     if prefix := file_of(kind).get("prefix"):
         found[prefix] = 0 if sizes.config.get(prefix) == 0 else sizes(prefix)
-    layers = sum(found[name] for name in file_of(kind)["depths"])
-    if layers > MOST_LAYERS:
-        raise RequestError(f"{sizes.where}: {layers:,} layers are more than {MOST_LAYERS:,}. Mistyped?")
+    sizes.refuse_depth(sum(found[name] for name in file_of(kind)["depths"]))
     return found
 
 

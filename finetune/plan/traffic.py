@@ -96,9 +96,9 @@ class Network:
         each = collective(self.machine, size / calls, group or self.group) if calls else 0.0
         return Flow(calls * each, each)
 
-    def copied(self, size: float, tensors: float, host: float = 0.0) -> Flow:
-        """`size` bytes moved, with a kernel for each tensor and `host` launches besides."""
-        return Flow(work=self.kernels.moved(size, tensors) + Work(0.0, host))
+    def copied(self, size: float, tensors: float, launches: float = 0.0) -> Flow:
+        """`size` bytes moved, with a kernel for each tensor, and so many `launches` besides."""
+        return Flow(work=self.kernels.moved(size, tensors) + Work(0.0, launches))
 
     def added(self, share: int = 1) -> Flow:
         """Gradients of a later micro-batch are added to the existing ones."""
@@ -171,7 +171,7 @@ class Network:
         )
         backward += self.scattered(played.reduced, 6)
         boundary = backward + self.to_host(self.zero.offload_optimizer != "none")
-        kept = played.persistent if self.ranks > 1 else ()
+        kept = [played.elements[name] for name in played.persistent] if self.ranks > 1 else []
         step = self.sent(all_gather, sum(kept) * self.size, len(kept))
         step += Flow(work=Work(0.0, SHARDED_PARAMETER * len(kept)))
         each = backward + self.added(self.ranks)

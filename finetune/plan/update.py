@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import replace
 
 from finetune.plan.engines.fsdp import piece
 from finetune.plan.engines.resident import Weights
 from finetune.plan.job import DEEPSPEED, FSDP, TRAINER, Job
-from finetune.plan.kernels import NOTHING, Kernels, Work
+from finetune.plan.kernels import Kernels, Work
 from finetune.plan.machine import Machine
 from finetune.plan.optimizers import KINDS
 from finetune.plan.values import FP32_BYTES
@@ -30,15 +30,7 @@ NORM_BYTES, SHARD_BYTES = 20, 24
 STATE_BYTES = 12  # master weight and both moments, read from and written to disk
 
 
-@dataclass(frozen=True)
-class Update:
-    """`work` on the device; `host`: seconds of the host for which it waits, as of an optimizer there with its disk."""
-
-    work: Work = NOTHING
-    host: float = 0.0
-
-
-def update_of(job: Job, machine: Machine, kernels: Kernels, weights: Weights) -> Update:
+def update_of(job: Job, machine: Machine, kernels: Kernels, weights: Weights) -> Work:
     """The update of one rank. Gradients are clipped by default (the Trainer's max_grad_norm, 1.0)."""
     rule, ranks, count = KINDS[job.optimizer.kind], job.data_parallel_size, len(weights.trained)
     each, is_fp16 = 1.0 if job.device == "cpu" else HORIZONTAL, job.precision == "fp16"
@@ -51,14 +43,14 @@ def update_of(job: Job, machine: Machine, kernels: Kernels, weights: Weights) ->
         work, simple = kernels.moved(moved * sum(shards), launches), SIMPLE * count * machine.launch_seconds
         # The Trainer looks at the loss before the update (logging_nan_inf_filter), so no launch is ahead of the device.
         looped = rule.operators * simple if rule.loops and job.device != "cpu" else 0.0
-        return Update(work, SEARCH * simple * is_flat + max(0.0, looped - work.device))
+        return replace(work, host=SEARCH * simple * is_flat + max(0.0, looped - work.device))
     owned = sum(tensor.elements * tensor.holders for tensor in weights.trained) / ranks
     norms = count if job.zero.stage == 3 else count / ranks
     work = kernels.moved((NORM_BYTES + SEARCH_BYTES * is_fp16) * owned, (3 + 2 * is_fp16) * norms)
     if job.zero.offload_optimizer != "none":
-        return Update(work, _on_host(job, machine, owned, weights.bytes_each))
+        return replace(work, host=_on_host(job, machine, owned, weights.bytes_each))
     groups = len(weights.sub_groups(ranks, job.zero.sub_group_size) if job.zero.stage == 3 else weights.groups())
-    return Update(work + kernels.moved((SHARD_BYTES + rule.moved) * owned, (6 + rule.operators) * groups))
+    return work + kernels.moved((SHARD_BYTES + rule.moved) * owned, (6 + rule.operators) * groups)
 
 
 def _on_host(job: Job, machine: Machine, elements: float, size: int) -> float:

@@ -30,10 +30,6 @@ class Numbers:
     saves_inputs: bool = False  # linear layers save their input even if the weight is frozen, as ZeRO-3's own do
 
     @property
-    def is_half(self) -> bool:
-        return self.bytes_each < FP32_BYTES
-
-    @property
     def product_bytes(self) -> int:
         """Per element of a matrix product's output."""
         return HALF_BYTES if self.autocast else self.bytes_each

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from typing import Any
 
 from finetune.dsconfig.config import Config
@@ -101,12 +102,10 @@ class Partition:
 
     def owned(self, rank: int) -> frozenset[str]:
         """Parameters of which `rank` owns at least a part."""
-        first, last, at, names = rank * self.part, (rank + 1) * self.part, 0, []
-        for parameter in self.group:
-            if at < last and at + parameter.elements > first:
-                names.append(parameter.name)
-            at += parameter.elements
-        return frozenset(names)
+        first, last = rank * self.part, (rank + 1) * self.part
+        ends = accumulate(tensor.elements for tensor in self.group)
+        both = zip(self.group, ends, strict=True)
+        return frozenset(tensor.name for tensor, end in both if end > first and end - tensor.elements < last)
 
 
 def shard(elements: int, ranks: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from finetune.errors import plain
-from finetune.plan.cost import speedup_of
+from finetune.plan.answers import speedup_of
 from finetune.plan.engines.resident import BUCKETS, GATHERED, GRADIENTS, MASTERS, PARAMETERS, PIPE, STATES
 from finetune.plan.job import FSDP, PIPELINE, TRAINER
 from finetune.plan.memory import BATCH, BUFFERS, COPIED, SAVED, WORKSPACE
@@ -18,8 +18,7 @@ from finetune.report.text import count_words, gib, number, seconds_words
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from finetune.plan.cost import Cost
-    from finetune.plan.largest import Answer
+    from finetune.plan.answers import Answer, Cost
     from finetune.plan.memory import RankMemory
     from finetune.plan.plan import Plan
     from finetune.plan.search import Candidate

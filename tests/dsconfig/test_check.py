@@ -213,8 +213,8 @@ def test_a_share_of_the_steps_is_no_number_of_steps() -> None:
 
 
 def test_check_and_plan_count_the_same_buckets() -> None:
+    from finetune.plan.advice import bucket_count
     from finetune.plan.job import DEEPSPEED
-    from finetune.plan.notes import bucket_count
     from finetune.plan.zero import read_zero
 
     zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8}

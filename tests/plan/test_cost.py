@@ -8,8 +8,7 @@ import pytest
 from conftest import REPO
 
 from finetune.errors import RequestError
-from finetune.plan.cost import ON_CPUS, ON_GPUS, USUAL_STEPS, cost_of, one_more_of, speedup_of
-from finetune.plan.deadline import smallest_cluster
+from finetune.plan.answers import ON_CPUS, ON_GPUS, USUAL_STEPS, cost_of, one_more_of, smallest_cluster, speedup_of
 from finetune.plan.job import PIPELINE, Job
 from finetune.plan.machine import find_machine
 from finetune.plan.model import model_of

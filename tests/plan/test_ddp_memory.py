@@ -17,8 +17,8 @@ from transformers import TrainingArguments
 from finetune.measure.models import build, samples
 from finetune.plan.engines.resident import Plain, Weights
 from finetune.plan.families.parts import CAUSAL
-from finetune.plan.forward import build_tape
 from finetune.plan.forward.parts import Batch
+from finetune.plan.job import build_tape
 from finetune.plan.model import model_of
 from finetune.plan.optimizers import Optimizer
 from finetune.plan.step import Ledger, Pass

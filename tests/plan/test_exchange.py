@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from finetune.errors import RequestError
+from finetune.plan.answers import most_that_fits
 from finetune.plan.exchange import exchanges_of
 from finetune.plan.from_run import job_of
 from finetune.plan.job import DEEPSPEED, Job, tape_of
-from finetune.plan.largest import most_that_fits
 from finetune.plan.machine import Link, find_machine
 from finetune.plan.memory import BATCH, plan_memory
 from finetune.plan.model import model_of
@@ -41,15 +41,13 @@ def shared(size: int, **changes: object) -> Job:
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_rank_sends_queries_keys_values_and_outputs_of_its_tokens(size: int, copies: int, rows: int) -> None:
     """With more ranks than key heads, each gets a copy of one: the paper's section 3.4 for grouped heads."""
-    found = exchanges_of(tape_of(shared(size, micro_batch=rows)))
-    assert found is not None
+    ahead, back = exchanges_of(tape_of(shared(size, micro_batch=rows)))
     own = HALF * rows * TOKENS // size
-    assert found.sizes == (own * WIDTH, copies * own * KEYS, copies * own * KEYS, own * WIDTH) * LAYERS
-    assert sorted(found.back) == sorted(found.sizes)
-    again = exchanges_of(tape_of(shared(size, micro_batch=rows, checkpoint_interval=1)))
-    assert again is not None
-    assert sum(again.back) == 2 * sum(found.sizes)
-    assert exchanges_of(tape_of(shared(1))) is None
+    assert ahead == [own * WIDTH, copies * own * KEYS, copies * own * KEYS, own * WIDTH] * LAYERS
+    assert sorted(back) == sorted(ahead)
+    _, again = exchanges_of(tape_of(shared(size, micro_batch=rows, checkpoint_interval=1)))
+    assert sum(again) == 2 * sum(ahead)
+    assert exchanges_of(tape_of(shared(1))) == ([], [])
 
 
 def attention(job: Job) -> Op:
@@ -90,9 +88,8 @@ def test_exchanges_take_their_time_and_nothing_hides_it() -> None:
     slow = replace(H100, name="slow bus", intra_node=Link(100.0, 1.0))
     plain = replace(H100, name="no bus", intra_node=Link(1e30, 0.0))
     job = shared(4, zero=Zero(0), world_size=4)
-    found = exchanges_of(tape_of(job))
-    assert found is not None
-    takes = sum(0.75 * size / 100 + 3 for size in (*found.sizes, *found.back))
+    ahead, back = exchanges_of(tape_of(job))
+    takes = sum(0.75 * size / 100 + 3 for size in ahead + back)
     gradients = 2 * (0.75 * HALF * job.model.parameters / 100 + 3)  # a ring of all gradients, which a tree is not below
     reduced = min(gradients, 2 * (HALF * job.model.parameters / 100 + 3))
     more = plan_seconds(job, slow).exposed_communication - plan_seconds(job, plain).exposed_communication

@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForImageClassification
 from finetune.measure.models import build_adapted, samples
 from finetune.models.chunked_loss import use_chunked_loss
 from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, MASKED, SEQ2SEQ, SPANS, TAGS, VECTORS
-from finetune.plan.forward import build_tape
 from finetune.plan.forward.parts import Batch, Part
+from finetune.plan.job import build_tape
 from finetune.plan.kernels import passed
 from finetune.plan.machine import find_machine
 from finetune.plan.model import KINDS, Model, heads_of_kind, model_of, with_lora

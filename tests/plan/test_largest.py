@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from finetune.errors import RequestError
+from finetune.plan.answers import Answer, most_that_fits
 from finetune.plan.job import Job
-from finetune.plan.largest import Answer, most_that_fits
 from finetune.plan.machine import Machine, find_machine
 from finetune.plan.model import Model, model_of
 from finetune.plan.named import find_model_config

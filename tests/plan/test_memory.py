@@ -12,13 +12,13 @@ from conftest import REPO
 from zero_paper import LAYERS, PAPER_GB, RANKS, VOCABULARY, WIDTH, planned_gb, table
 
 from finetune.dsconfig.config import Config
+from finetune.plan.advice import notes
 from finetune.plan.from_run import job_of
 from finetune.plan.job import DEEPSPEED, PIPELINE, TRAINER, Job
 from finetune.plan.machine import find_machine
 from finetune.plan.memory import plan_memory
 from finetune.plan.model import Buffer, model_of
 from finetune.plan.named import find_model_config
-from finetune.plan.notes import notes
 from finetune.plan.optimizers import Optimizer
 from finetune.plan.plan import copied_bytes, plan
 from finetune.plan.values import Lora

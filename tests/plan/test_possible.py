@@ -22,8 +22,8 @@ import finetune.models.gptlite  # noqa: F401 - it registers its model
 from finetune.errors import RequestError
 from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, SEQ2SEQ, Sizes
 from finetune.plan.families.possible import KNOWN_ACTIVATIONS, SHARED, refuse_impossible
-from finetune.plan.forward import build_tape
 from finetune.plan.forward.parts import Batch
+from finetune.plan.job import build_tape
 from finetune.plan.model import model_of
 from finetune.plan.values import Numbers
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from finetune.plan.forward import build_tape
 from finetune.plan.forward.parts import Batch
+from finetune.plan.job import build_tape
 from finetune.plan.model import KINDS, model_of, with_lora
 from finetune.plan.program import TEMPORARY, Stretch
 from finetune.plan.step import Engine, Ledger, Pass

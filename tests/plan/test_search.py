@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from finetune.plan.advice import mends
 from finetune.plan.job import DEEPSPEED, Job
 from finetune.plan.machine import find_machine
-from finetune.plan.mends import mends
 from finetune.plan.model import model_of
 from finetune.plan.named import find_model_config
 from finetune.plan.plan import plan

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.plan.engines.resident import Weights
 from finetune.plan.job import DEEPSPEED, TRAINER, Job
-from finetune.plan.kernels import kernels_of
+from finetune.plan.kernels import Work, kernels_of
 from finetune.plan.machine import Link, Nvme, find_machine
 from finetune.plan.model import model_of
 from finetune.plan.optimizers import KINDS, Optimizer
-from finetune.plan.update import Update, update_of
+from finetune.plan.update import update_of
 from finetune.plan.zero import Zero
 
 SLOW = replace(
@@ -32,7 +32,7 @@ MODEL = model_of({"model_type": "mlp", "width": 10, "layers": 3, "num_labels": 1
 ELEMENTS, TENSORS = 440, 8  # four layers of 100 and 10
 
 
-def update(machine: Any = SLOW, **given: Any) -> Update:
+def update(machine: Any = SLOW, **given: Any) -> Work:
     job = Job(**{"model": MODEL, "tokens": 1, **given})
     kernels = kernels_of(machine, job.precision)
     return update_of(job, machine, kernels, Weights(MODEL.tensors, job.weight_bytes))
@@ -119,20 +119,20 @@ def test_the_trainer_alone_updates_and_clips_every_tensor(kind: str) -> None:
     each but the first costs a tenth of one; of the norm and of the clipping each."""
     moved, operators = MOVED[kind]
     found = update(optimizer=Optimizer(kind))
-    assert found.work.device == pytest.approx((moved + 12) * ELEMENTS)
-    assert found.work.launches == pytest.approx(operators * (1 + 0.1 * (TENSORS - 1)) + 2 * 0.1 * TENSORS)
+    assert found.device == pytest.approx((moved + 12) * ELEMENTS)
+    assert found.launches == pytest.approx(operators * (1 + 0.1 * (TENSORS - 1)) + 2 * 0.1 * TENSORS)
     assert found.host == 0
 
 
 @pytest.mark.parametrize(("kind", "moved"), [("adam", 14), ("adam_foreach", 40), ("kahan_adam", 80)])
 def test_weights_and_states_in_bf16_are_half_as_much_to_move(kind: str, moved: int) -> None:
     found = update(precision="bf16", dtype="bfloat16", optimizer=Optimizer(kind))
-    assert found.work.device == pytest.approx((moved + 6) * ELEMENTS)
+    assert found.device == pytest.approx((moved + 6) * ELEMENTS)
 
 
 def test_on_a_cpu_each_tensor_is_an_operator_of_its_own() -> None:
     found = update(replace(SLOW, device="cpu", name="slow cpu"), device="cpu", optimizer=Optimizer("adam_foreach"))
-    assert found.work.launches == pytest.approx(8 * TENSORS + 2 * TENSORS)
+    assert found.launches == pytest.approx(8 * TENSORS + 2 * TENSORS)
 
 
 def test_in_fp32_zero_0_steps_as_the_trainer_alone_does() -> None:
@@ -141,8 +141,8 @@ def test_in_fp32_zero_0_steps_as_the_trainer_alone_does() -> None:
 
 def test_in_fp16_the_trainers_loss_scaler_reads_and_writes_gradients() -> None:
     scaled, plain = update(precision="fp16"), update()
-    assert scaled.work.device - plain.work.device == pytest.approx(8 * ELEMENTS)
-    assert scaled.work.launches == plain.work.launches
+    assert scaled.device - plain.device == pytest.approx(8 * ELEMENTS)
+    assert scaled.launches == plain.launches
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -152,7 +152,7 @@ def test_zero_0_keeps_flat_fp32_copies_in_half_precision_and_searches_each_gradi
     """Two searches of 2 bytes an element; fp32 copies (2 + 4), joined (4 + 4); and weights from fp32 ones (4 + 2). The
     device waits for each search."""
     found, plain = update(engine=DEEPSPEED, precision=precision), update()
-    assert found.work.device - plain.work.device == pytest.approx((2 * 2 + 2 + 4 + 4 + 4 + 4 + 2) * ELEMENTS)
+    assert found.device - plain.device == pytest.approx((2 * 2 + 2 + 4 + 4 + 4 + 4 + 2) * ELEMENTS)
     assert found.host == pytest.approx(6 * 0.3 * TENSORS * SLOW.launch_seconds)
 
 
@@ -160,7 +160,7 @@ def test_a_loop_over_tensors_waits_for_the_host() -> None:
     """Adafactor's, of 25 operators a tensor."""
     given = {"machine": replace(SLOW, name="slow host", launch_seconds=1e6), "optimizer": Optimizer("adafactor")}
     found = update(**given)
-    assert found.work.device + found.host == pytest.approx(25 * 0.3 * TENSORS * 1e6)
+    assert found.device + found.host == pytest.approx(25 * 0.3 * TENSORS * 1e6)
     assert update(given["machine"], optimizer=Optimizer("adam_foreach")).host == 0
 
 
@@ -168,8 +168,8 @@ def test_a_loop_over_tensors_waits_for_the_host() -> None:
 def test_in_fp16_a_rank_searches_its_part_for_infinities(stage: int) -> None:
     given = {"engine": DEEPSPEED, "zero": Zero(stage=stage), "world_size": 2}
     found, plain = update(**given, precision="fp16"), update(**given, precision="bf16")
-    assert found.work.device - plain.work.device == pytest.approx(2 * 2 * ELEMENTS / 2)
-    assert found.work.launches > plain.work.launches
+    assert found.device - plain.device == pytest.approx(2 * 2 * ELEMENTS / 2)
+    assert found.launches > plain.launches
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(2, 1), (2, 2), (4, 2), (2, 3), (4, 3)])
@@ -179,15 +179,15 @@ def test_a_rank_steps_its_part_group_by_group(ranks: int, stage: int, precision:
     joined and written back (16), scaled (8), stepped (28)."""
     found = update(engine=DEEPSPEED, zero=Zero(stage=stage), world_size=ranks, precision=precision)
     pieces = TENSORS if stage == 3 else TENSORS // ranks
-    assert found.work.device == pytest.approx((20 + 24 + 28) * ELEMENTS / ranks)
-    assert found.work.launches == pytest.approx(3 * pieces + 2 * (6 + 1))
+    assert found.device == pytest.approx((20 + 24 + 28) * ELEMENTS / ranks)
+    assert found.launches == pytest.approx(3 * pieces + 2 * (6 + 1))
     assert found.host == 0
 
 
 def test_sub_groups_of_zero_3_are_steps_of_their_own() -> None:
     """Matrices of which a rank has 50 each: a limit of 100 makes two groups of the four, and vectors are one."""
     found = update(engine=DEEPSPEED, zero=Zero(stage=3, sub_group_size=100), world_size=2)
-    assert found.work.launches == pytest.approx(3 * TENSORS + 3 * (6 + 1))
+    assert found.launches == pytest.approx(3 * TENSORS + 3 * (6 + 1))
 
 
 @pytest.mark.parametrize(("ranks", "per_node", "here"), [(2, 8, 2), (8, 4, 4), (4, 1, 1)])
@@ -201,8 +201,8 @@ def test_an_offloaded_optimizer_shares_the_host_of_its_node(ranks: int, per_node
     disk = update(**given, zero=Zero(stage=2, offload_optimizer="nvme"))
     assert cpu.host == pytest.approx(own * here / 10 + own * 2 / 8)
     assert disk.host - cpu.host == pytest.approx(12 * own * here * (1 / 40 + 1 / 20))
-    assert cpu.work.device == pytest.approx(20 * own)
-    assert cpu.work.launches == pytest.approx(3 * TENSORS / ranks)
+    assert cpu.device == pytest.approx(20 * own)
+    assert cpu.launches == pytest.approx(3 * TENSORS / ranks)
 
 
 def test_the_trainer_alone_has_no_part_to_offload() -> None:

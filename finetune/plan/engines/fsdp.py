@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from finetune.plan.engines.resident import BUCKETS, GATHERED, GRADIENTS, PARAMETERS, Resident
 from finetune.plan.families.parts import Shape
-from finetune.plan.program import TEMPORARY, Kind, program_of
+from finetune.plan.program import TEMPORARY, modules_used
 from finetune.plan.step import Ledger
 from finetune.plan.tape import Tape
 from finetune.plan.values import FP32_BYTES, Op
@@ -26,16 +26,16 @@ EMBEDDINGS, TAIL, ROOT = "embeddings", "tail", "root"
 
 @dataclass
 class Group:
-    """Parameters that are gathered together. `elements`: of all shards, with padding; `trained` and `cast`: of those
-    that train, and of those that are gathered in another precision than they are held in. `stays`: remains gathered
-    between the forward and backward pass. `waits`: its inputs have no gradient, so its own gradients are reduced, and
-    its weights released, at the end."""
+    """Parameters that are gathered together. `stays`: remains gathered between the forward and backward pass.
+    `elements`: of all shards, with padding; `trained` and `cast`: of those that train, and of those that are gathered
+    in another precision than they are held in. `waits`: its inputs have no gradient, so its own gradients are reduced,
+    and its weights released, at the end."""
 
     names: list[str]
+    stays: bool
     elements: int = 0
     trained: int = 0
     cast: int = 0
-    stays: bool = False
     waits: bool = False
     is_here: bool = False
     is_coming: bool = False
@@ -53,9 +53,7 @@ class Fsdp(Resident):
 
     def trace(self, tape: Tape) -> None:
         """Which parameters make a group, and the order in which a micro-batch uses the groups."""
-        program = program_of(tape)
-        passes = zip(tape.segments, program.forward, strict=True)
-        used = [seg.ops[event[1]] for seg, events in passes for event in events if event[0] is Kind.BEFORE]
+        used = modules_used(tape, goes_back=False)
         self.modules = {op.module: op.weights for op in used}
         self.group_of = {name: self._group_of(name, used) for op in used for name in op.weights}
         # Gathered and not used: what a trained copy replaces, with the copy; and with the root module what lies around
@@ -64,17 +62,14 @@ class Fsdp(Resident):
         for tensor in unused:
             if (key := self._group_of(tensor.name, used)) in keys or tensor.layer is None:
                 self.group_of[tensor.name] = key if key in keys else ROOT
-        padded = {
-            tensor.name: math.prod(piece(tensor.shape, self.ranks)) * self.ranks for tensor in self.weights.tensors
-        }
-        self.pieces = {name: size // self.ranks for name, size in padded.items()}
+        self.pieces = {tensor.name: math.prod(piece(tensor.shape, self.ranks)) for tensor in self.weights.tensors}
         self.groups: dict[str, Group] = {}
         for name, key in self.group_of.items():
-            group = self.groups.setdefault(key, Group([], stays=key in (TAIL, ROOT)))
+            group, padded = self.groups.setdefault(key, Group([], key in (TAIL, ROOT))), self.pieces[name] * self.ranks
             group.names.append(name)
-            group.elements += padded[name]
-            group.trained += padded[name] * (name in self.trains)
-            group.cast += padded[name] * (self._held_bytes(name) != self.size)
+            group.elements += padded
+            group.trained += padded * (name in self.trains)
+            group.cast += padded * (self._held_bytes(name) != self.size)
         first = {self.group_of[name]: op for op in reversed(used) for name in op.weights}
         for key, group in self.groups.items():
             group.waits = key == ROOT or not any(value.needs_grad for value in first[key].inputs)
@@ -109,9 +104,8 @@ class Fsdp(Resident):
         return FP32_BYTES if name in self.trains else self.weights.frozen_each or FP32_BYTES
 
     def hold(self, ledger: Ledger) -> None:
-        shapes = {tensor.name: piece(tensor.shape, self.ranks) for tensor in self.weights.tensors}
-        ledger.take(PARAMETERS, sum(math.prod(shape) * self._held_bytes(name) for name, shape in shapes.items()))
-        self.hold_states(ledger, [shapes[name] for name in shapes if name in self.trains])
+        ledger.take(PARAMETERS, sum(size * self._held_bytes(name) for name, size in self.pieces.items()))
+        self.hold_states(ledger, [piece(tensor.shape, self.ranks) for tensor in self.weights.trained])
 
     def before_module(self, ledger: Ledger, module: str) -> None:
         key = self.group_of[self.modules[module][0]]
@@ -226,10 +220,3 @@ class Fsdp(Resident):
         if self.sent:
             ledger.give(BUCKETS, self.sent)
             self.sent = 0
-
-    def step(self, ledger: Ledger) -> None:
-        ledger.phase = "optimizer"
-        sizes = [self.pieces[tensor.name] for tensor in self.weights.trained]
-        ledger.passing(TEMPORARY, self.optimizer.step_bytes(sizes), "optimizer")
-        ledger.give(GRADIENTS, ledger.live.get(GRADIENTS, 0))
-        self.kept.clear()

@@ -82,6 +82,7 @@ class Resident(Engine):
         self.size = weights.bytes_each
         self.offloads = zero.offload_optimizer != "none"
         self.kept: set[str] = set()  # parameters whose `grad` is set
+        self.pieces = self.elements  # of which the optimizer steps its own
 
     def gradient_bytes(self, name: str) -> int:
         return self.elements[name] * self.size if name in self.trains else 0
@@ -113,7 +114,12 @@ class Resident(Engine):
         """The micro-batch's backward pass is done."""
 
     def step(self, ledger: Ledger) -> None:
-        """Gradient norm, clipping, optimizer, and the gather of the new weights."""
+        """Gradient norm, clipping, optimizer, and the gather of the new weights; then no gradient is left."""
+        ledger.phase = "optimizer"
+        sizes = [self.pieces[tensor.name] for tensor in self.weights.trained]
+        ledger.passing(TEMPORARY, self.optimizer.step_bytes(sizes), "optimizer")
+        ledger.give(GRADIENTS, ledger.live.setdefault(GRADIENTS, 0))
+        self.kept.clear()
 
     def hold_states(self, ledger: Ledger, shapes: Sequence[tuple[int, ...]]) -> None:
         ledger.take(STATES, sum(self.optimizer.state_bytes(shape) for shape in shapes))
@@ -153,6 +159,4 @@ class Plain(Resident):
         ledger.phase = "optimizer"
         if self.has_masters:
             ledger.take(GRADIENTS, self.weights.trained_elements * FP32_BYTES, "fp32 gradients")
-        ledger.passing(TEMPORARY, self.optimizer.step_bytes([t.elements for t in self.weights.trained]), "optimizer")
-        ledger.give(GRADIENTS, ledger.live.setdefault(GRADIENTS, 0))
-        self.kept.clear()
+        super().step(ledger)

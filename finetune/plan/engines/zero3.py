@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 
 from finetune.plan.engines.resident import BUCKETS, GATHERED, GRADIENTS, MASTERS, PARAMETERS, Resident, Weights
 from finetune.plan.optimizers import Optimizer
-from finetune.plan.program import TEMPORARY, Kind, program_of
+from finetune.plan.program import TEMPORARY, modules_used
 from finetune.plan.step import Ledger, Pass
 from finetune.plan.tape import Tape
 from finetune.plan.values import FP32_BYTES
@@ -39,12 +39,10 @@ class Gather:
 def _order(
     tape: Tape, goes_back: bool
 ) -> tuple[dict[str, tuple[str, ...]], list[int], list[str], dict[str, list[int]]]:
-    """What `Zero3.trace` records: the weights of each module, and `entered`, `uses` and `later`."""
-    program = program_of(tape)
-    passes = [*zip(tape.segments, program.forward, strict=True)]
-    if goes_back:
-        passes += zip(reversed(tape.segments), reversed(program.backward), strict=True)
-    used = [segment.ops[event[1]] for segment, events in passes for event in events if event[0] is Kind.BEFORE]
+    """What `Zero3.trace` records: the weights of each module; `entered`, how many modules start in each turn: a module
+    and its parents; `uses`, the parameters in the order in which a micro-batch uses them; `later`, the places there of
+    each."""
+    used = modules_used(tape, goes_back)
     around = [set[str](), *(_holders(op.module) for op in used)]
     uses, later = [name for op in used for name in op.weights], defaultdict[str, list[int]](list)
     for index, name in enumerate(uses):
@@ -74,12 +72,8 @@ class Zero3(Resident):
         self.live = 0  # gathered elements that are not persistent
         self.filled: list[str] = []  # parameters whose gradients are in the reduce bucket
         self.full = 0  # its elements
-        self.uses: list[str] = []  # parameters in the order in which a micro-batch uses them
-        self.later: dict[str, list[int]] = {}
-        self.ahead: list[int] = []
         self.at = self.asked = 0  # indices into `uses`: the end of the running module, and of the prefetch
         self.turn = 0  # modules entered so far
-        self.entered: list[int] = []  # per turn: how many modules start, the module itself and its parents
         self.promised: dict[str, int] = {}  # per parameter: the last use that the prefetch has covered
         self.gathers: list[Gather] = []
         self.reduced = 0  # buckets of gradients
@@ -236,19 +230,9 @@ class Zero3(Resident):
         self.second.clear()
 
 
-# What one micro-batch gathers and reduces, in order.
-
-
-@dataclass(frozen=True)
-class Played:
-    gathers: tuple[Gather, ...]
-    reduced: int  # buckets of gradients
-    persistent: tuple[int, ...]
-
-
-def gathers(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Played:
-    """What one micro-batch gathers, forward and backward, and which buckets it reduces. Cached by the settings that
-    matter, so layouts that gather alike are simulated once."""
+def gathers(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Zero3:
+    """The engine after one micro-batch, with what it gathered and reduced, forward and backward. Cached by the settings
+    that matter, so layouts that gather alike are simulated once."""
     hangs_on = Zero(stage=3, reduce_bucket_size=zero.reduce_bucket_size, max_reuse_distance=zero.max_reuse_distance,
                     prefetch_bucket_size=zero.prefetch_bucket_size, max_live_parameters=zero.max_live_parameters,
                     persistence_threshold=zero.persistence_threshold)  # fmt: skip
@@ -256,7 +240,7 @@ def gathers(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Played:
 
 
 @lru_cache(maxsize=128)
-def _played(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Played:
+def _played(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Zero3:
     ledger = Ledger()
     layout = Zero3(weights, zero, Optimizer("sgd"), ranks, 0, ledger)
     layout.hold(ledger)
@@ -266,5 +250,4 @@ def _played(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Played:
     passed.forward()
     passed.backward()
     layout.end(ledger)
-    kept = tuple(layout.elements[name] for name in sorted(layout.persistent))
-    return Played(tuple(layout.gathers), layout.reduced, kept)
+    return layout

@@ -13,6 +13,7 @@ SPANS = "question_answering"  # where an answer begins and ends
 LABELLED = (CLASSES, TAGS, SPANS)  # heads that a base model does not have
 VECTORS = "embeddings"  # a head without parameters, for any text family
 MOST = 100_000_000  # upper limit of any size in a config
+MOST_LAYERS = 3_000  # of which a plan still takes seconds
 
 
 class Sizes:
@@ -32,6 +33,10 @@ class Sizes:
         if found > MOST:
             raise RequestError(f"{self.where}: {names[0]} is {found:,}. No model is that large. Mistyped?")
         return found
+
+    def refuse_depth(self, layers: int) -> None:
+        if layers > MOST_LAYERS:
+            raise RequestError(f"{self.where}: {layers:,} layers are more than {MOST_LAYERS:,}. Mistyped?")
 
     def share(self, name: str, default: float = 0.0) -> float:
         """Any number, such as a dropout probability."""

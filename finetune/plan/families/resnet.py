@@ -44,6 +44,7 @@ def layers(sizes: Sizes) -> list[Layer]:
         raise RequestError(
             f"{sizes.where}: hidden_sizes has {len(widths)} stages, depths {len(depths)}. Make them equal."
         )
+    sizes.refuse_depth(sum(depths))
     kind = sizes.word("layer_type", BOTTLENECK)
     if kind not in LAYER_TYPES:
         raise RequestError(f"{sizes.where}: layer_type is {kind!r}, but it must be one of {', '.join(LAYER_TYPES)}.")

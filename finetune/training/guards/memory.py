@@ -13,9 +13,9 @@ import torch
 
 from finetune.errors import FinetuneError, RunError
 from finetune.host.hardware import memory_granted, own_group
+from finetune.plan.advice import cheaper
 from finetune.plan.from_run import job_of
 from finetune.plan.machine import find_machine
-from finetune.plan.mends import cheaper
 from finetune.plan.plan import plan
 from finetune.plan.run_model import run_of_record
 from finetune.run.files import RUN_RECORD
