@@ -36,7 +36,7 @@ def keep_freed_memory() -> ctypes.CDLL | None:
 
 
 class KeptMemory(TrainerCallback):
-    """Keeps freed memory, and returns it once the process has grown by half."""
+    """Keeps freed memory, and returns it after evaluations and once the process has grown by half."""
 
     def __init__(self) -> None:
         self.libc: ctypes.CDLL | None = None
@@ -54,8 +54,16 @@ class KeptMemory(TrainerCallback):
             self.settling -= 1
             self.settled_bytes = max(self.settled_bytes, held)
         elif held > MOST_GROWTH * self.settled_bytes:
-            self.libc.malloc_trim(0)
-            self.settling = SETTLING_STEPS
+            self.give_back()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.libc is not None:
+            self.give_back()
+
+    def give_back(self) -> None:
+        assert self.libc is not None
+        self.libc.malloc_trim(0)
+        self.settling = SETTLING_STEPS
 
 
 def resident_bytes() -> int:

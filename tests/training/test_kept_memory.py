@@ -42,12 +42,20 @@ def step(mib):
     print(before >> 20, resident_bytes() >> 20)
     return fence
 fences = [step(256) for _ in range(SETTLING_STEPS)]
-fences += [step(320), step(2048)]
+fences += [step(320), step(2048), step(320)]
+before = resident_bytes()
+kept.on_evaluate(None, None, None)
+print(before >> 20, resident_bytes() >> 20)
 """
 
 
 def faults(env: dict[str, str]) -> int:
     return int(printed(FAULTS, env)[-1])
+
+
+def held(env: dict[str, str]) -> list[list[int]]:
+    """MiB in the process before and after each call of the callback."""
+    return [[int(word) for word in line.split()] for line in printed(HELD, env)]
 
 
 def printed(program: str, env: dict[str, str]) -> list[str]:
@@ -67,14 +75,16 @@ def test_a_freed_tensor_is_not_faulted_in_again_unless_the_user_configures_mallo
 
 
 @glibc
-def test_a_process_that_has_grown_by_half_gives_freed_memory_back() -> None:
-    *_, (settled, _), (little, kept), (grown, left) = (map(int, line.split()) for line in printed(HELD, {}))
+def test_a_process_gives_freed_memory_back_once_it_has_grown_by_half_and_after_an_evaluation() -> None:
+    *_, (settled, _), (little, kept), (grown, left), (_, again), (_, evaluated) = held({})
     assert kept == little > settled, "in MiB"
     assert grown > 1.5 * settled
     assert left < settled
+    assert evaluated < settled < again
 
 
 @glibc
 def test_nothing_is_given_back_if_the_user_configures_malloc() -> None:
-    *_, (grown, left) = (map(int, line.split()) for line in printed(HELD, {"MALLOC_TRIM_THRESHOLD_": str(2**40)}))
+    *_, (grown, left), _, (kept, evaluated) = held({"MALLOC_TRIM_THRESHOLD_": str(2**40)})
     assert left >= 0.9 * grown
+    assert evaluated == kept
