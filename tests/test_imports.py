@@ -92,7 +92,7 @@ ROOMS: dict[str, set[str]] = {
     "report": {"errors", "plan", "privacy", "run", "safe_read"},
     "doctor": {"dsconfig", "errors", "host", "training", "measure", "plan", "run", "versions"},
     "generation": {"data", "dsconfig", "errors", "models", "privacy", "run", "safe_read", "training"},
-    "supervise": {"errors", "run", "safe_read", "training"},
+    "supervise": {"errors", "run", "safe_read", "shipped", "training"},
     "export": {"errors", "models", "run", "safe_read", "training", "versions"},
     "cli": {"errors", "generation", "privacy", "run"},
     "api": {"cli", "commands", "dsconfig", "errors", "measure", "models", "plan", "privacy", "report", "run"}

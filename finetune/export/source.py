@@ -75,7 +75,7 @@ def _weights(folder: Path, plain: dict[str, Weight], is_adapter: bool) -> tuple[
         shards = read_zero_shards(tag)
         return f"DeepSpeed ZeRO-{shards.stage} over {shards.ranks} rank(s)", *_by_names_of(plain, shards, is_adapter)
     if plain:
-        return ("DeepSpeed without ZeRO" if tag else "one process, DDP or FSDP, saved unsharded"), plain, []
+        return ("DeepSpeed without ZeRO" if tag else "safetensors with whole weights"), plain, []
     if (folder / SHARDED / ".metadata").is_file():
         return "FSDP, saved in shards", read_sharded(folder / SHARDED), []
     pickles = read_pickles(folder, "adapter_model.bin" if is_adapter else "pytorch_model*.bin")

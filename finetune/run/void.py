@@ -147,7 +147,7 @@ VOID = (
         ("resume_changed", "ignore_data_skip", "restore_callback_states_from_checkpoint"),
         "resume",
         (None,),
-        "Add --resume auto, or drop it.",
+        "Add --resume allow, or drop it.",
     ),
 )
 

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from finetune.errors import RequestError
+from finetune.errors import RequestError, or_meant
 from finetune.run.choose import recipes
 from finetune.run.engine import settle_engine
 from finetune.run.files import SUPERVISION
 from finetune.run.launch import COUNT, Launch
-from finetune.run.resolve import read_flags, resolve
+from finetune.run.resolve import read_flags, refuse, resolve
 from finetune.safe_read import read_yaml
+from finetune.shipped import RECIPES, as_typed, files
 
 TORCHRUN = ("torchrun", "torch.distributed.run")
 ACCELERATE = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli")
@@ -74,7 +75,7 @@ class Command:
 
 
 def read_command(words: Sequence[str]) -> Command:
-    """Raises RequestError for a command that names no recipe, or a run that could not be continued."""
+    """Raises RequestError for a command that names no recipe, or a run that could not be started or continued."""
     place = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
     if place is None:
         raise RequestError(
@@ -82,6 +83,8 @@ def read_command(words: Sequence[str]) -> Command:
             "`finetune supervise -- deepspeed --num_gpus 8 recipes/causal_lm.py --output_dir runs/mine`."
         )
     launcher, (script, *flags) = list(words[:place]), words[place:]
+    if not Path(script).is_file():
+        raise RequestError(f"{script}: there is no such file.{or_meant(script, map(as_typed, files('*.py').values()))}")
     folder, resume, strategy, overwrites = _of_run(script, flags)
     if strategy == "no":
         raise RequestError("--save_strategy no: a restart would begin from scratch each time. Drop it.")
@@ -124,10 +127,13 @@ def _default_config() -> str:
 
 
 def _of_run(script: str, flags: Sequence[str]) -> tuple[Path, str | None, str | None, bool]:
-    """The run folder, --resume, --save_strategy and --overwrite_output_dir. The recipe itself reports wrong flags."""
+    """The run folder, --resume, --save_strategy and --overwrite_output_dir. Raises RequestError for mistyped flags of a
+    recipe of ours; a changed copy may have others. Other mistakes depend on the launch: the recipe reports them."""
     known = recipes().get(Path(script).stem)
     if known is not None:
-        run, _, _ = read_flags(known, flags, Launch(), is_here=False)
+        run, typos, _ = read_flags(known, flags, Launch(), is_here=False)
+        if Path(script).resolve().parent == RECIPES and not {"-h", "--help"} & {*flags}:
+            refuse(typos)
         strategy = run.value("save_strategy")
         folder = Path(str(run.value("output_dir"))).expanduser()
         return folder, run.value("resume"), strategy and str(strategy), bool(run.value("overwrite_output_dir"))

@@ -17,7 +17,7 @@ from finetune.run import supervised
 from finetune.supervise.attempt import Requested, end_of, newest_step, run_attempt, signal_in
 from finetune.supervise.command import Command, read_command
 from finetune.supervise.decide import TRY_AGAIN, Judge, Verdict
-from finetune.training.checkpoints.lock import lock_run_folder
+from finetune.training.checkpoints.lock import gone, lock_run_folder
 
 KEPT_ATTEMPTS = 2
 LOOK_SECONDS = 1.0
@@ -58,8 +58,11 @@ class _Supervisor:
                 self._note_failure(self.home / f"attempt-{number}", self.judge.failed_in)
 
     def _attempt(self, attempt: Path) -> Verdict | int:
-        """One attempt; the exit status if it was the last."""
-        attempt.mkdir(exist_ok=True)
+        """One attempt; the exit status if it was the last. Raises RunError if the run folder is gone."""
+        try:
+            attempt.mkdir(exist_ok=True)
+        except FileNotFoundError:
+            raise gone(self.command.folder) from None
         number = supervised.number_of(attempt)
         self._forget_before(number)
         self._tell("attempt", f"attempt {number} starts", attempt=number)

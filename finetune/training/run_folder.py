@@ -32,7 +32,13 @@ from finetune.run.launch import Launch
 from finetune.run.parse import RECIPE_KEY
 from finetune.run.run import Run
 from finetune.safe_read import read_json_object
-from finetune.training.checkpoints.lock import RESUMED_WAITS_SECONDS, lock_run_folder, refuse_supervised
+from finetune.training.checkpoints.lock import (
+    RESUMED_WAITS_SECONDS,
+    gone,
+    keep_locked,
+    lock_run_folder,
+    refuse_supervised,
+)
 from finetune.training.checkpoints.writing import clear_leftovers, flush, write_durably
 from finetune.training.guards.memory import is_out_of_memory, out_of_memory
 from finetune.training.progress import metrics_of
@@ -102,6 +108,7 @@ class MetricsFile(TrainerCallback):
             row = _finite({"step": state.global_step, **logs, "time": round(time.time(), 3)})
             if (found := metrics_of(row)) and any(_alike(found, kept) for kept in self.kept_at_end):
                 return
+            keep_locked(Path(args.output_dir))
             with (Path(args.output_dir) / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
@@ -232,10 +239,7 @@ def explained_disk_errors(folder: Path, launch: Launch | None = None) -> Iterato
         if is_out_of_memory(error):
             raise out_of_memory(error, folder, launch) from None  # the traceback would keep the memory in use
         if isinstance(error, FileNotFoundError) and _is_of(folder, error) and not folder.exists():
-            raise RunError(
-                f"{folder} is gone: it was deleted, renamed or unmounted under the run, with what was saved there. "
-                "Bring it back, then --resume allow; or start anew."
-            ) from error
+            raise gone(folder) from error
         if _is_of(folder, error):
             raise RunError(
                 f"{folder} cannot be written: {first_line(error)}. Earlier checkpoints are whole. Fix that, then "

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,6 +44,8 @@ if row.get("waits"):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
     (folder / "waits").touch()
     time.sleep(60)
+if row.get("deletes its folder"):
+    shutil.rmtree(folder)
 if row["status"] < 0:
     os.kill(os.getpid(), -row["status"])
     time.sleep(10)

@@ -15,6 +15,12 @@ RECIPE = "recipes/seq_cls.py --output_dir runs/mine"
 PIPELINE = "recipes/causal_lm_pipeline.py --pipeline_parallel_size 2"
 EXPERTS = "recipes/causal_lm.py --expert_parallel_size 2 --model_size moe-tiny --deepspeed zero2"
 SHIPPED = REPO / "recipes" / "launch"
+FAKE = Path(__file__).with_name("fake_recipe.py")
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPO)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +116,15 @@ def test_the_module_of_torchrun_is_known_too(tmp_path: Path) -> None:
         (f"python {RECIPE} --save_strategy no", "--save_strategy no"),
         (f"python {RECIPE} --overwrite_output_dir True", "--overwrite_output_dir"),
         (f"python {RECIPE} --resume auto", "--resume auto"),
-        ("python my_own.py", "Give --output_dir"),
-        ("python my_own.py --output_dir x --save_strategy=no", "--save_strategy no"),
+        (f"python {FAKE}", "Give --output_dir"),
+        (f"python {FAKE} --output_dir x --save_strategy=no", "--save_strategy no"),
+        (
+            "python recipes/seq_clss.py",
+            r"^recipes/seq_clss.py: there is no such file\. Did you mean recipes/seq_cls",
+        ),
+        ("deepspeed my_own.py --output_dir x", "^my_own.py: there is no such file"),
+        (f"deepspeed --num_gpus 2 {RECIPE} --lerning_rate 3", "^--lerning_rate .* Did you mean --learning_rate"),
+        (f"python {RECIPE} --max_steps many", "^--max_steps is 'many'"),
         (f"torchrun --nproc_per_node 2 --max_restarts 3 {RECIPE}", "--max_restarts"),
         (f"torchrun --nnodes 2 {RECIPE}", "Give --nnodes 2:2"),
         (f"torchrun --nnodes=2 --node_rank 0 {RECIPE}", "drop --node_rank"),
@@ -145,3 +158,10 @@ def test_the_module_of_torchrun_is_known_too(tmp_path: Path) -> None:
 def test_what_could_not_be_continued_is_refused(words: str, said: str) -> None:
     with pytest.raises(RequestError, match=said):
         read_command(words.split())
+
+
+def test_flags_that_a_changed_copy_may_have_and_help_are_left_to_the_script(tmp_path: Path) -> None:
+    copy = tmp_path / "seq_cls.py"
+    copy.write_text((REPO / "recipes" / "seq_cls.py").read_text())
+    for words in (f"python {copy} --own_flag 3", "python recipes/seq_cls.py --help"):
+        assert read_command(words.split()).folder == Path("runs/seq_cls")

@@ -105,5 +105,5 @@ def test_the_note_of_a_disk_without_locks_is_printed(
     monkeypatch.setattr(run, "lock_run_folder", lambda *_, **__: "note: it cannot be locked")
     monkeypatch.setattr(run._Supervisor, "__init__", lambda *_: None)
     monkeypatch.setattr(run._Supervisor, "run", lambda _: 0)
-    assert run.supervise(["python", "my.py", "--output_dir", str(tmp_path / "run")], 5) == 0
+    assert run.supervise(["python", __file__, "--output_dir", str(tmp_path / "run")], 5) == 0
     assert "it cannot be locked" in capsys.readouterr().err

@@ -286,6 +286,13 @@ def test_a_later_supervisor_goes_on_in_the_same_log(tmp_path: Path) -> None:
     assert "the request is wrong" not in done.stderr  # that is of the earlier one
 
 
+def test_a_run_whose_folder_is_gone_is_not_started_again(tmp_path: Path) -> None:
+    done = supervised(tmp_path / "run", [{"status": 1, "deletes its folder": True}])
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"finetune: {tmp_path / 'run'} is gone: it was deleted")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_command_that_does_not_exist_is_a_wrong_request(tmp_path: Path) -> None:
     run = [sys.executable, "-m", "finetune.cli", "supervise", "--", "no-such-launcher", str(FAKE), "--output_dir"]
     done = subprocess.run([*run, str(tmp_path / "run")], cwd=REPO, capture_output=True, text=True, check=False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -17,11 +18,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from finetune.errors import RunError
-from finetune.run.files import IDENTITY
+from finetune.run.files import IDENTITY, LOCK
 from finetune.training.checkpoints import writing
 from finetune.training.checkpoints.atomic_folder import AtomicFolder
 from finetune.training.checkpoints.final import save_final
 from finetune.training.checkpoints.identity import Identity, new_id
+from finetune.training.checkpoints.lock import lock_run_folder
 from finetune.training.checkpoints.manifest import Layout, problems, read_manifest
 from finetune.training.checkpoints.writing import About
 from finetune.training.run_folder import explained_disk_errors
@@ -300,3 +302,26 @@ def test_a_file_system_that_flushes_no_folders_is_none_that_has_failed(
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="Input/output") if is_said else nullcontext():
         writing.flush(tmp_path)
+
+
+def test_a_save_locks_its_run_folder_again_if_the_lock_was_deleted_and_makes_none_that_is_gone(tmp_path: Path) -> None:
+    (run := tmp_path / "run").mkdir()
+    assert lock_run_folder(run, "a test") is None
+    (run / LOCK).unlink()
+    with AtomicFolder(run / "checkpoint-4", ABOUT) as folder:
+        write(folder, "one")
+    assert (run / LOCK).is_file()
+    shutil.rmtree(run)
+    with pytest.raises(RunError, match="run is gone: it was deleted"), AtomicFolder(run / "checkpoint-8", ABOUT):
+        pass
+    assert not run.exists()
+
+
+def test_a_folder_that_is_deleted_during_a_save_is_said_to_be_gone(tmp_path: Path) -> None:
+    def save() -> None:
+        with AtomicFolder(tmp_path / "run" / "checkpoint-4", ABOUT) as folder:
+            shutil.rmtree(tmp_path / "run")
+            torch.save({}, folder / "optimizer.pt")
+
+    with pytest.raises(RunError, match="run is gone: it was deleted"):
+        save()

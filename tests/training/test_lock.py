@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from finetune.errors import BusyError, RequestError
+from finetune.errors import BusyError, RequestError, RunError
 from finetune.run.files import SUPERVISION
 from finetune.run.supervised import environment_of
 from finetune.training.checkpoints import lock
-from finetune.training.checkpoints.lock import LOCK, give_up_locks, lock_run_folder, refuse_supervised
+from finetune.training.checkpoints.lock import LOCK, give_up_locks, keep_locked, lock_run_folder, refuse_supervised
 
 HOLD = """
 import os, sys
@@ -178,3 +178,31 @@ def test_what_was_given_up_is_not_closed_again(tmp_path: Path) -> None:
     with (tmp_path / "other").open("w") as other:  # of the handle's number
         give_up_locks()
         assert os.fstat(other.fileno()).st_size == 0
+
+
+def test_a_lock_that_was_deleted_under_its_owner_is_taken_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep_locked(tmp_path)  # of a run without a lock
+    assert lock_run_folder(tmp_path, "the first") is None
+    keep_locked(tmp_path)
+    assert capsys.readouterr().out == ""
+    (tmp_path / LOCK).unlink()
+    keep_locked(tmp_path)
+    said = f"warning: {tmp_path / LOCK} was deleted under this run, which has locked the folder again.\n"
+    assert capsys.readouterr().out == said
+    command = [sys.executable, "-c", HOLD, str(tmp_path), "alone"]
+    second = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert "another run writes there" in second.stderr
+    assert ": the first)" in second.stderr
+
+
+def test_a_run_whose_folder_another_has_locked_meanwhile_ends(tmp_path: Path) -> None:
+    assert lock_run_folder(tmp_path, "the first") is None
+    (tmp_path / LOCK).unlink()
+    owner = holder(tmp_path)
+    try:
+        with pytest.raises(RunError, match=f"was deleted under this run.* another run .*process {owner.pid} on "):
+            keep_locked(tmp_path)
+    finally:
+        end(owner)

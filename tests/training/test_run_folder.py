@@ -26,11 +26,13 @@ from finetune.report.run_curves import training_curves
 from finetune.report.shapes import WIDE, Box, Picture
 from finetune.report.svg import write_png
 from finetune.run.engine import deepspeed_config_of
+from finetune.run.files import LOCK
 from finetune.run.launch import Launch
 from finetune.run.parse import Setting
 from finetune.run.recipes.seq_cls import SEQ_CLS
 from finetune.run.run import Run
 from finetune.training import run_folder
+from finetune.training.checkpoints.lock import lock_run_folder
 from finetune.training.model_card import Card, model_card, write_card
 from finetune.training.results import write_predictions
 from finetune.training.run_folder import (
@@ -122,6 +124,13 @@ def test_a_run_folder_that_somebody_has_deleted_is_said_to_be_gone(tmp_path: Pat
         explained_disk_errors(gone),
     ):
         (gone / "metrics.jsonl").open("a")
+
+
+def test_a_run_that_logs_locks_its_folder_again_if_the_lock_was_deleted(tmp_path: Path) -> None:
+    assert lock_run_folder(tmp_path, "a test") is None
+    (tmp_path / LOCK).unlink()
+    MetricsFile().on_log(SimpleNamespace(output_dir=tmp_path), TrainerState(), None, {"loss": 1.0})
+    assert (tmp_path / LOCK).is_file()
 
 
 @pytest.mark.parametrize("words", ["[enforce fail at inline_container.cc:595]", "basic_ios::clear: iostream error"])

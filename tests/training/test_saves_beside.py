@@ -238,6 +238,32 @@ def test_after_a_lost_save_the_run_saves_again_and_goes_on(tmp_path: Path, capfd
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-6", "checkpoint-8", "latest"]
 
 
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(("lost_in", "saved"), [(5, [12, 8, 7]), (6, [12, 8]), (7, [12, 8]), (8, [12, 8])])
+def test_a_save_that_is_due_while_ranks_vote_on_a_lost_one_is_the_only_one(
+    lost_in: int, saved: list[int], tmp_path: Path
+) -> None:
+    """The vote is cast in step `lost_in`, as of several ranks told in the next one, and a save is due in step 8."""
+    votes = [0]
+    told_later: Any = SimpleNamespace(cast=lambda number: votes.append(number) or votes[-2])
+
+    class OneOfSeveral(FinetuneTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            self.stop.ballot = told_later
+            if self.state.global_step == lost_in - 1:
+                os.kill(writer_of(self).process.pid, signal.SIGKILL)
+                writer_of(self).process.wait()
+            return super().training_step(*args, **kwargs)
+
+    def stop(trainer: FinetuneTrainer, step: int) -> None:
+        if step == 4:
+            os.kill(writer_of(trainer).process.pid, signal.SIGSTOP)
+
+    train(tmp_path, "on", stop, kind=OneOfSeveral, max_steps=12, save_steps=4)
+    assert votes.count(1) == 1
+    assert [int(path.name.rpartition("-")[2]) for path in checkpoints_in(tmp_path)] == saved
+
+
 def test_a_writer_that_stands_still_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

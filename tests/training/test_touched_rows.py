@@ -45,6 +45,18 @@ def test_what_is_not_finite_on_one_rank_is_so_on_all(bucket: str, ranks: list[di
             assert torch.equal(one.isfinite(), other.isfinite())
 
 
+def test_a_whole_run_of_two_ranks_logs_and_ends_with_the_same_bits(tmp_path: Path) -> None:
+    """With two, a sum has one order. More may add up in another one, depending on what is sent together."""
+    run_script(SCRIPT.with_name("touched_rows_run.py"), [tmp_path], 2)
+    one, other = (torch.load(tmp_path / f"{rank}.result") for rank in range(2))
+    for found in (one, other):
+        (logged, weights), (logged_by_ours, weights_by_ours) = found["whole"], found["touched"]
+        assert found["times"] == len(logged) == 4, "once a step, however many micro-batches it has"
+        assert logged == logged_by_ours
+        assert all(torch.equal(weights[name], weights_by_ours[name]) for name in weights)
+        assert all(torch.equal(weights[name], one["whole"][1][name]) for name in weights)
+
+
 def test_tied_and_frozen_tables_are_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(touched_rows, "WORTH_ELEMENTS", ROWS * WIDTH)
     model = Model()

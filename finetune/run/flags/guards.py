@@ -63,7 +63,7 @@ def guard_faults(run: Run) -> Iterator[str]:
     if policy in ("skip", "rollback") and hook in KEEPS_ERRORS:
         yield (
             f"{run.said('on_nan')}, and {run.said('ddp_comm_hook')}: the hook keeps what it has not sent yet for later "
-            "steps, and a NaN in it stays. Use --on_nan stop and then --resume auto, or another hook."
+            "steps, and a NaN in it stays. Use --on_nan stop and then --resume allow, or another hook."
         )
     if policy == "rollback" and run.value("save_strategy") == "no":
         yield (

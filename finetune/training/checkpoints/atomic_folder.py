@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from finetune.errors import RunError
+from finetune.training.checkpoints.lock import keep_locked
 from finetune.training.checkpoints.manifest import FileRecord, files_of, shares
 from finetune.training.checkpoints.writing import (
     SHARED_DISK_SECONDS,
@@ -90,6 +91,7 @@ class AtomicFolder:
         return {name: size for name, size in files_of(self.folder)[0].items() if name not in later}
 
     def _make(self) -> None:
+        keep_locked(self.place.parent)
         shutil.rmtree(self.outer, ignore_errors=True)
         self.folder.mkdir(parents=True)
 

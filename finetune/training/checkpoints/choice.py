@@ -143,8 +143,8 @@ def _glance(path: Path) -> list[str]:
 
 def _refused(path: Path, found: list[str]) -> str:
     return (
-        f"--resume {path}: it does not verify. {in_short(found)} Give another checkpoint, or auto for "
-        "the newest that verifies."
+        f"--resume {path}: it does not verify. {in_short(found)} Give another checkpoint; auto takes the newest in "
+        "--output_dir that verifies, if there is one."
     )
 
 

@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from finetune.errors import BusyError, RequestError
+from finetune.errors import BusyError, RequestError, RunError
 from finetune.run.files import LOCK, SUPERVISION
 from finetune.run.supervised import own_attempt
 
@@ -20,7 +20,7 @@ RESUMED_WAITS_SECONDS = 120.0
 POLL_SECONDS = 0.2
 OWNER_BYTES = 4096
 
-_held: dict[Path, int] = {}  # file descriptors of this process: closing one releases its lock
+_held: dict[Path, tuple[int, str]] = {}  # of this process: file descriptor (closing it releases the lock), command
 
 
 def lock_run_folder(
@@ -56,7 +56,7 @@ def lock_run_folder(
             return f"note: {folder} cannot be locked ({error.strerror}). Make sure that no other run writes there."
     if not _held:
         os.register_at_fork(after_in_child=give_up_locks)  # a data loader worker may outlive its rank
-    _held[path] = handle
+    _held[path] = handle, command
     record = {"host": socket.gethostname(), "pid": os.getpid(), "command": command}
     record["started"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     with suppress(OSError):  # disk full: the lock is held all the same
@@ -82,10 +82,39 @@ def refuse_supervised(folder: Path) -> None:
                 ) from None
 
 
+def keep_locked(folder: Path) -> None:
+    """Lock the folder again if its lock file was deleted under this run; does nothing without a lock. Raises RunError
+    if the folder is gone, or another run has locked it since."""
+    path = folder.resolve() / LOCK
+    if path not in _held:
+        return
+    handle, command = _held[path]
+    with suppress(OSError):  # NFS says that the handle is stale
+        if os.path.samestat(os.fstat(handle), path.stat()):
+            return
+    with suppress(OSError):
+        os.close(handle)
+    del _held[path]
+    try:
+        note = lock_run_folder(folder, command)
+    except FileNotFoundError as error:
+        raise gone(folder) from error
+    except RequestError as error:
+        raise RunError(f"{path} was deleted under this run. {error}") from error
+    print(note or f"warning: {path} was deleted under this run, which has locked the folder again.", flush=True)
+
+
+def gone(folder: Path) -> RunError:
+    return RunError(
+        f"{folder} is gone: it was deleted, renamed or unmounted under the run, with what was saved there. Bring it "
+        "back, then --resume allow; or start anew."
+    )
+
+
 def give_up_locks() -> None:
     """Close the file descriptors: in a forked child, which does not release the parent's locks, or after a run whose
     process continues."""
-    for handle in _held.values():
+    for handle, _ in _held.values():
         with suppress(OSError):
             os.close(handle)
     _held.clear()

@@ -20,6 +20,7 @@ from torch import distributed
 from finetune.errors import FinetuneError, RunError, first_line
 from finetune.run.files import DELETING, IDENTITY, REPLACED, UNFINISHED
 from finetune.training.checkpoints.identity import Identity
+from finetune.training.checkpoints.lock import gone
 from finetune.training.checkpoints.manifest import (
     FileRecord,
     Layout,
@@ -35,7 +36,7 @@ SHARED_DISK_SECONDS = 5.0  # within which all ranks must see a folder that rank 
 READERS_WORDS = ("inline_container", "PytorchStreamReader")  # in the RuntimeErrors of torch's reader
 # In the disk errors of torch (caffe2/serialize/inline_container.cc), safetensors (serialize_file) and tokenizers (a
 # bare Exception with the message of Rust's std::io::Error).
-WRITERS_WORDS = ("inline_container", "PytorchStreamWriter", "basic_ios", "I/O error", "(os error ")
+WRITERS_WORDS = ("inline_container", "PytorchStreamWriter", "basic_ios", "Parent directory", "I/O error", "(os error ")
 RENAME_EXCHANGE = 2  # linux/fs.h
 AT_FDCWD = -100  # linux/fcntl.h
 
@@ -65,6 +66,8 @@ def explained(place: Path) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, OSError | OtherRankError) and not any(word in str(error) for word in WRITERS_WORDS):
             raise
+        if not place.parent.exists():
+            raise gone(place.parent) from error
         raise RunError(
             f"{place} could not be saved: {first_line(error)}. Earlier checkpoints are whole. Fix that, then "
             "--resume allow."
@@ -234,7 +237,7 @@ def read_together(folder: Path, read: Callable[[], T]) -> T:
                 raise
             raise RunError(
                 f"rank {rank()} could not read {folder}: {first_line(error)}. Its content was verified before, so look "
-                "for a disk or network fault; then --resume auto."
+                "for a disk or network fault, then resume from it again."
             ) from error
 
     return together(attempt)

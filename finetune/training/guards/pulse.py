@@ -31,7 +31,7 @@ HEARD_SECONDS = 1.5 * BEAT_SECONDS  # until the others have read that a rank has
 HURRIED_SECONDS = 6.0  # once a transfer has failed, some rank is gone: no need to be patient
 VERDICT = "verdict"
 BLAME = "--hang_blame True would end it; --ddp_timeout does in any case."
-MEND = "If a checkpoint was saved, --resume auto continues from it."
+MEND = "--resume allow continues from the newest checkpoint, if there is one."
 
 
 class Pulse(threading.Thread):
