@@ -14,7 +14,7 @@ from finetune.errors import RequestError
 from finetune.plan import questions
 from finetune.plan.advice import notes as notes_of
 from finetune.plan.advice import ways_out
-from finetune.plan.answers import Answer, Cost, cost_of, one_more_of, smallest_cluster, speedup_of, write
+from finetune.plan.answers import Answer, Cost, cost_of, one_more_of, smallest_cluster, speedup_of, write_config
 from finetune.plan.from_run import job_of
 from finetune.plan.job import Job
 from finetune.plan.machine import Machine, find_machine
@@ -60,7 +60,10 @@ def run(asked: argparse.Namespace) -> int:
         layouts = autotune(layouts, asked.autotune)
     _say(asked, outcome, layouts)
     if asked.write:
-        print(write(Path(asked.write), layouts, outcome.limits.has_disk), file=sys.stderr if asked.json else sys.stdout)
+        print(
+            write_config(Path(asked.write), layouts, outcome.limits.has_disk),
+            file=sys.stderr if asked.json else sys.stdout,
+        )
     return 0 if found.fits or (layouts and layouts.fitting) else 1
 
 

@@ -210,7 +210,7 @@ def speedup_of(found: Plan, more: Plan) -> float:
 # What selects a layout
 
 
-def write(path: Path, found: Found | None, has_disk: bool = False) -> str:
+def write_config(path: Path, found: Found | None, has_disk: bool = False) -> str:
     """Writes the DeepSpeed config of the fastest layout that has one. Returns which flags go with it. Raises
     RequestError if nothing fits, or if the file exists."""
     if found is None or not found.fitting:

@@ -90,7 +90,8 @@ def job_of(
     if Config(loaded.config).is_on("bf16.bf16_master_weights_and_grads"):
         notes.append("bf16_master_weights_and_grads: masters and states are counted in fp32; the run takes less")
     zero = read_zero(Config(loaded.config), model.hidden_size, run.value("max_grad_norm"), job.precision)
-    kind, optimizer = DEEPSPEED if run.stages is None else PIPELINE, optimizer_of(run.value("optim"), loaded.config)
+    kind = DEEPSPEED if run.stages is None else PIPELINE
+    optimizer = optimizer_of(run.value("optim"), loaded.config)
     beside = None if "nvme" in (zero.offload_optimizer, zero.offload_param) else job.saves_beside_from
     job = replace(job, engine=kind, zero=zero, optimizer=optimizer, saves_beside_from=beside)
     check_shared(run, job)
@@ -101,7 +102,8 @@ def _saves_beside_from(run: Run, device: str) -> int | None:
     """Ignores what a run finds only when it starts: too little memory, or a tracker that uploads checkpoints."""
     if run.value("save_strategy") == "no" or run.value("save_on_each_node"):
         return None
-    return {"on": 0, "auto": WORTH_BYTES if device == "cpu" else None}.get(run.value("async_save"))
+    is_tested = device == "cpu" and run.launch.world_size == run.launch.local_world_size
+    return {"on": 0, "auto": WORTH_BYTES if is_tested else None}.get(run.value("async_save"))
 
 
 def _precision(run: Run, flags: dict[str, bool], machine: Machine, asked: str | None) -> str:

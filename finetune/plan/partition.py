@@ -60,18 +60,20 @@ def balanced_bounds(
 def _least_worst(layers: int, stages: int, cost: Callable[[int, int, int], float]) -> tuple[float, list[int]]:
     """The cut whose worst stage costs least, and what that stage costs: `cost` is of (stage, first layer, layer after
     the last). Dynamic programming over stages and layers. The last stage grows from its end for as long as it costs no
-    more than the best found, because with more layers it costs no less: about layers squared in all. Of equally good
-    cuts the first."""
+    more than the best found, because with more layers it costs no less, except that a stage with too few may be
+    impossible (inf). Of equally good cuts the first."""
     # worst[n]: the least cost of the worst of the stages so far over the first n layers; cuts[s][n]: the last bound.
     worst = [0.0] + [inf] * layers
     cuts = []
     for stage in range(stages):
         before, worst, cut = worst, [inf] * (layers + 1), [0] * (layers + 1)
         for last in range(stage + 1, layers + 1):
+            was_possible = False
             for first in reversed(range(stage, last)):
                 own = cost(stage, first, last)
-                if own > worst[last]:
+                if own > worst[last] or (own == inf and was_possible):
                     break
+                was_possible = own < inf
                 if max(before[first], own) <= worst[last]:
                     worst[last], cut[last] = max(before[first], own), first
         cuts.append(cut)

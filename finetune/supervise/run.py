@@ -3,6 +3,7 @@ joins, and with how many hosts, follows from the log, which is the same for all 
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import sys
@@ -17,7 +18,7 @@ from finetune.run import supervised
 from finetune.supervise.attempt import Requested, end_of, newest_step, run_attempt, signal_in
 from finetune.supervise.command import Command, read_command
 from finetune.supervise.decide import TRY_AGAIN, Judge, Verdict
-from finetune.training.checkpoints.lock import gone, lock_run_folder
+from finetune.training.checkpoints.lock import gone, keep_locked, lock_run_folder
 
 KEPT_ATTEMPTS = 2
 LOOK_SECONDS = 1.0
@@ -33,12 +34,13 @@ def supervise(words: Sequence[str], max_restarts: int) -> int:
     place.mkdir(parents=True, exist_ok=True)
     if note := lock_run_folder(place, "finetune supervise", run_folder=command.folder):
         print(note, file=sys.stderr, flush=True)
-    return _Supervisor(command, max_restarts).run()
+    return _Supervisor(command, place, max_restarts).run()
 
 
 class _Supervisor:
-    def __init__(self, command: Command, max_restarts: int) -> None:
-        self.command, self.home = command, command.home
+    def __init__(self, command: Command, place: Path, max_restarts: int) -> None:
+        """`place` has the supervisor's lock."""
+        self.command, self.home, self.place = command, command.home, place
         self.requested = Requested()
         self.shown = len(supervised.told(self.home))  # lines of the log that are older, or printed
         self.looked_at = 0.0
@@ -59,10 +61,10 @@ class _Supervisor:
 
     def _attempt(self, attempt: Path) -> Verdict | int:
         """One attempt; the exit status if it was the last. Raises RunError if the run folder is gone."""
-        try:
-            attempt.mkdir(exist_ok=True)
-        except FileNotFoundError:
-            raise gone(self.command.folder) from None
+        if not os.path.exists(self.command.folder):
+            raise gone(self.command.folder)
+        attempt.mkdir(parents=True, exist_ok=True)
+        keep_locked(self.place)
         number = supervised.number_of(attempt)
         self._forget_before(number)
         self._tell("attempt", f"attempt {number} starts", attempt=number)

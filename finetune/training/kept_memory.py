@@ -49,7 +49,7 @@ class KeptMemory(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.libc is None:
             return
-        held = resident_bytes()
+        held = own_bytes()
         if self.settling > 0:
             self.settling -= 1
             self.settled_bytes = max(self.settled_bytes, held)
@@ -66,6 +66,8 @@ class KeptMemory(TrainerCallback):
         self.settling = SETTLING_STEPS
 
 
-def resident_bytes() -> int:
-    """Source: proc(5), /proc/pid/statm."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def own_bytes() -> int:
+    """Resident memory of this process, without what it shares, such as an asynchronous save's copy, and without mapped
+    files. Source: proc(5), /proc/pid/statm."""
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")

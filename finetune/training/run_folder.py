@@ -35,6 +35,7 @@ from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.lock import (
     RESUMED_WAITS_SECONDS,
     gone,
+    is_missing,
     keep_locked,
     lock_run_folder,
     refuse_supervised,
@@ -238,7 +239,7 @@ def explained_disk_errors(folder: Path, launch: Launch | None = None) -> Iterato
     except Exception as error:
         if is_out_of_memory(error):
             raise out_of_memory(error, folder, launch) from None  # the traceback would keep the memory in use
-        if isinstance(error, FileNotFoundError) and _is_of(folder, error) and not folder.exists():
+        if _is_of(folder, error) and is_missing(folder, error):
             raise gone(folder) from error
         if _is_of(folder, error):
             raise RunError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from itertools import combinations, pairwise
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.errors import RequestError
+from finetune.plan import partition
 from finetune.plan.partition import balanced_bounds
 
 
@@ -82,3 +85,14 @@ def test_no_stage_is_left_without_weights() -> None:
 def test_what_cannot_be_cut_is_refused(kwargs: dict[str, object], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         balanced_bounds([1.0, 1.0], **kwargs)  # type: ignore[arg-type]
+
+
+def test_the_search_for_a_cut_looks_at_few_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, search = Counter[str](), partition._least_worst
+
+    def counted(layers: int, stages: int, cost: Callable[[int, int, int], float]) -> tuple[float, list[int]]:
+        return search(layers, stages, lambda *cut: asked.update(["stage"]) or cost(*cut))
+
+    monkeypatch.setattr(partition, "_least_worst", counted)
+    balanced_bounds([1.0] * 200, 16, state_bytes=[1] * 200, limit_bytes=20)
+    assert asked["stage"] < 3 * 200**2

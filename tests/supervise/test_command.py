@@ -165,3 +165,8 @@ def test_flags_that_a_changed_copy_may_have_and_help_are_left_to_the_script(tmp_
     copy.write_text((REPO / "recipes" / "seq_cls.py").read_text())
     for words in (f"python {copy} --own_flag 3", "python recipes/seq_cls.py --help"):
         assert read_command(words.split()).folder == Path("runs/seq_cls")
+
+
+def test_a_script_that_a_container_holds_need_not_be_here() -> None:
+    words = "docker run image torchrun --nproc_per_node 2 /there/recipes/seq_cls.py --output_dir runs/mine".split()
+    assert read_command(words).folder == Path("runs/mine")

@@ -73,7 +73,7 @@ def unreadable(*_: object, **__: object) -> str:
 def test_a_log_that_cannot_be_read_for_a_while_is_not_printed_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    supervisor = run._Supervisor(Command((), (), tmp_path), 5)
+    supervisor = run._Supervisor(Command((), (), tmp_path), tmp_path, 5)
     supervisor.home.mkdir()
     supervisor._tell("attempt", "attempt 1 starts", attempt=1)
     with monkeypatch.context() as patch:

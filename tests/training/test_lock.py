@@ -206,3 +206,18 @@ def test_a_run_whose_folder_another_has_locked_meanwhile_ends(tmp_path: Path) ->
             keep_locked(tmp_path)
     finally:
         end(owner)
+
+
+def test_a_disk_that_fails_for_a_while_does_not_cost_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fails(path: Path, **how: bool) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    lock_run_folder(tmp_path, "mine")
+    (handle,) = (handle for path, (handle, _) in lock._held.items() if path.parent == tmp_path.resolve())
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "stat", fails)
+        keep_locked(tmp_path)
+    os.fstat(handle)
+    assert capfd.readouterr().out == ""

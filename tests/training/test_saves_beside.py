@@ -27,6 +27,7 @@ from transformers import TrainerCallback, TrainingArguments, set_seed
 from finetune.errors import RunError
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.run.flags.guards import GuardArguments
+from finetune.run.launch import Launch
 from finetune.training.checkpoints import beside, saves, writer_process
 from finetune.training.checkpoints.manifest import checkpoints_in, problems
 from finetune.training.run_folder import explained_disk_errors
@@ -485,17 +486,32 @@ def test_auto_is_for_checkpoints_that_are_worth_it(
     assert said == [False, True]
 
 
-def test_auto_leaves_a_gpu_alone_and_a_run_on_cpus_is_asked_whether_it_has_the_memory(
+def test_auto_leaves_gpus_and_several_hosts_alone_and_a_run_on_cpus_is_asked_whether_it_has_the_memory(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(saves, "obstacle", lambda of, copied: f"{copied} bytes are too many")
-    for asked, device in (("auto", "cuda"), ("off", "cpu"), ("on", "cuda"), ("auto", "cpu")):
+    for asked, device, hosts in (
+        ("auto", "cuda", 1), ("off", "cpu", 1), ("on", "cuda", 1), ("auto", "cpu", 2), ("auto", "cpu", 1)
+    ):  # fmt: skip
+        monkeypatch.setattr(saves, "read_launch", lambda hosts=hosts: Launch(world_size=hosts))
         trainer = SimpleNamespace(args=SimpleNamespace(device=SimpleNamespace(type=device)))
         saved = SimpleNamespace(copied_bytes=lambda size: size)
         of = SimpleNamespace(trainer=trainer, saved=saved, expected_bytes=lambda: 2**40)
         saves.SavesBeside(of).choose(asked)
     said = capfd.readouterr().out.splitlines()
     assert [line.split(":")[1] for line in said] == [" --async_save on", " --async_save auto"]
+
+
+def test_memory_that_the_run_has_taken_since_its_start_is_noticed_before_the_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    left = iter([2**40])
+    monkeypatch.setattr(saves, "free_memory", lambda: next(left, 1000))
+    train(tmp_path, "on")
+    said = capfd.readouterr().out
+    assert "checkpoints are written while training continues" in said
+    assert said.count("note: from now on, saves are synchronous, because the copies take about") == 1
+    assert problems(tmp_path / "checkpoint-4", hashes=True) == []
 
 
 @pytest.mark.nightly

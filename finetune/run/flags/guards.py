@@ -51,7 +51,7 @@ class GuardArguments:
     async_save: str = flag(
         "auto",
         "on or yes: write checkpoints while training continues, from a copy in host memory; auto: if it pays off and "
-        "memory allows, and not from a GPU; off or no: training waits (docs/checkpoints.md)",
+        "memory allows, on the CPUs of one host; off or no: training waits (docs/checkpoints.md)",
         GOES_ON,
         choices=SAVES,
     )

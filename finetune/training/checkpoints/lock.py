@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -89,9 +90,12 @@ def keep_locked(folder: Path) -> None:
     if path not in _held:
         return
     handle, command = _held[path]
-    with suppress(OSError):  # NFS says that the handle is stale
-        if os.path.samestat(os.fstat(handle), path.stat()):
-            return
+    try:
+        is_there = os.path.samestat(os.fstat(handle), path.stat())
+    except OSError as error:  # NFS says of a deleted file that its handle is stale; other errors may pass
+        is_there = error.errno not in (errno.ENOENT, errno.ESTALE)
+    if is_there:
+        return
     with suppress(OSError):
         os.close(handle)
     del _held[path]
@@ -102,6 +106,12 @@ def keep_locked(folder: Path) -> None:
     except RequestError as error:
         raise RunError(f"{path} was deleted under this run. {error}") from error
     print(note or f"warning: {path} was deleted under this run, which has locked the folder again.", flush=True)
+
+
+def is_missing(folder: Path, error: BaseException) -> bool:
+    """Whether this error came because the folder is gone. torch names the parent directory (caffe2/serialize)."""
+    is_named = isinstance(error, FileNotFoundError) or "Parent directory" in str(error)
+    return is_named and not os.path.exists(folder)  # unlike Path.exists, without an error of its own
 
 
 def gone(folder: Path) -> RunError:

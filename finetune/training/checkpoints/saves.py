@@ -18,6 +18,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from finetune.errors import RunError, first_line
 from finetune.run.files import STATE_FILE
 from finetune.run.flags.guards import WORTH_BYTES
+from finetune.run.launch import read_launch
 from finetune.training.checkpoints.atomic_folder import AtomicFolder
 from finetune.training.checkpoints.beside import Writer
 from finetune.training.checkpoints.final import note_place_of_best
@@ -131,8 +132,7 @@ class SavesBeside(TrainerCallback):
         if asked == "off" or self.writer is not None:
             return
         size = self.saves.expected_bytes()
-        # The copy from a GPU has not been measured yet.
-        if asked == "auto" and (size < WORTH_BYTES or self.saves.trainer.args.device.type != "cpu"):
+        if asked == "auto" and (size < WORTH_BYTES or not self._is_tested()):
             return
         copied = self.saves.saved.copied_bytes(size)
         checks: tuple[Callable[[], str | None], ...] = (lambda: obstacle(self.saves, copied), self._start)
@@ -146,9 +146,21 @@ class SavesBeside(TrainerCallback):
             f"about {copied / 2**20:,.0f} MiB where it is largest"
         )
 
+    def _is_tested(self) -> bool:
+        """Not yet: copies from GPUs, and ranks on several hosts."""
+        launch = read_launch()
+        return self.saves.trainer.args.device.type == "cpu" and launch.world_size == launch.local_world_size
+
     def of(self, about: About) -> SavesBeside | None:
         """The object that finishes the next checkpoint, or None if the ranks do so themselves."""
         self.about = about
+        if self.writer is not None and "first" not in self.said:
+            self.said.add("first")
+            # Since the run started, it has taken memory for gradients, optimizer states and activations.
+            copied = self.saves.saved.copied_bytes(self.saves.expected_bytes())
+            if why := next(filter(None, every(lacking(copied))), None):
+                self.close()
+                self._say(f"note: from now on, saves are synchronous, because {why}.")
         return self if self.writer is not None else None
 
     def begin(self, place: Path) -> None:
@@ -285,6 +297,11 @@ def obstacle(saves: Saves, needed: int) -> str | None:
         own = "on_save" in vars(kind)
         if own and (kind.__name__ != "WandbCallback" or os.environ.get("WANDB_LOG_MODEL") == "checkpoint"):
             return f"{kind.__name__} may upload each checkpoint as it is saved"
+    return lacking(needed)
+
+
+def lacking(needed: int) -> str | None:
+    """Why a host cannot hold copies of `needed` bytes, or None."""
     if needed > MEMORY_SHARE * (free := free_memory()):
         return (
             f"the copies take about {needed / 2**20:,.0f} MiB of this host's memory, of which {free / 2**20:,.0f} MiB "

@@ -20,7 +20,7 @@ from torch import distributed
 from finetune.errors import FinetuneError, RunError, first_line
 from finetune.run.files import DELETING, IDENTITY, REPLACED, UNFINISHED
 from finetune.training.checkpoints.identity import Identity
-from finetune.training.checkpoints.lock import gone
+from finetune.training.checkpoints.lock import gone, is_missing
 from finetune.training.checkpoints.manifest import (
     FileRecord,
     Layout,
@@ -66,7 +66,7 @@ def explained(place: Path) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, OSError | OtherRankError) and not any(word in str(error) for word in WRITERS_WORDS):
             raise
-        if not place.parent.exists():
+        if is_missing(place.parent, error):
             raise gone(place.parent) from error
         raise RunError(
             f"{place} could not be saved: {first_line(error)}. Earlier checkpoints are whole. Fix that, then "
