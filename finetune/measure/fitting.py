@@ -11,7 +11,10 @@ from finetune.plan.forward.parts import Batch, terms
 
 ROWS = (2, 3)  # with only one row, some operators copy nothing
 UNIT = 16  # tokens; state-space layers compute whole chunks, of as many as their config says
-TOKENS, FAR, NEAR = (2, 3, 4), 32, 8  # units; what is fitted is tried far from there, with loops less far
+TOKENS = 2, 3, 4  # units
+# What is fitted is tried with longer texts: with loops of so many units, otherwise of so many tokens; or units, if the
+# model takes no longer ones.
+NEAR, FAR, FAR_UNITS = 8, 4096, 32
 TARGETS = (40, 80, 112)  # tokens of a decoder behind an encoder
 
 
@@ -40,10 +43,24 @@ def _inverse(head: str, unit: int) -> list[list[Fraction]]:
     return [row[len(rows) :] for row in rows]
 
 
-def far_point(head: str, unit: int, positions: int, units: int = FAR) -> Batch | None:
-    """A batch of longer texts than any of `points`, of at most so many tokens; None if there is none."""
-    tokens = min(units * unit, (positions - 1) // unit * unit)  # a slice of all positions is none
-    return None if head in (IMAGES, SEQ2SEQ) or tokens <= TOKENS[-1] * unit else Batch(ROWS[0], tokens)
+def far_points(head: str, unit: int, positions: int, loops: bool) -> list[Batch]:
+    """Batches of longer texts than any of `points`, of at most so many tokens, the longest first."""
+    longest = (NEAR * unit,) if loops else (max(NEAR * unit, FAR), FAR_UNITS * unit)
+    lengths = [min(tokens, positions - 1) // unit * unit for tokens in longest]  # a slice of all positions is none
+    targets = TARGETS[0] + UNIT if head == SEQ2SEQ else None
+    found = [Batch(ROWS[0], tokens, targets=targets) for tokens in lengths if tokens > TOKENS[-1] * unit]
+    return [] if head == IMAGES else found
+
+
+def odd_points(head: str, unit: int) -> list[Batch]:
+    """Two batches of texts that are no whole chunks."""
+    targets = TARGETS[0] if head == SEQ2SEQ else None
+    return [Batch(ROWS[0], units * unit + 1, targets=targets) for units in TOKENS[:2]]
+
+
+def at_batch(fitted: list[float], head: str, batch: Batch) -> int:
+    """A size from its coefficients."""
+    return round(sum(one * term for one, term in zip(fitted, terms(head, batch), strict=True)))
 
 
 def fitted(found: list[int], head: str, unit: int = UNIT) -> list[float]:

@@ -20,7 +20,7 @@ Loop = tuple[int, int, int]  # its first operator, operators of an iteration, it
 def fold(runs: Sequence[Recording]) -> bool:
     """Cuts each loop down to `KEPT` iterations. Operators of the third say how many `times` it runs in place of those
     that are cut, and which of its outputs are `held` beyond the loop. False if recordings differ by more than loops."""
-    seen = [[_mark(op) for op in run.ops] for run in runs]
+    seen = [[mark(op) for op in run.ops] for run in runs]
     lengths = [*map(len, seen)]
     for run, own in zip(runs, seen, strict=True):
         other = next((one for one, many in zip(seen, lengths, strict=True) if many != len(own)), own)
@@ -31,7 +31,7 @@ def fold(runs: Sequence[Recording]) -> bool:
     return len({(len(run.facts), *(op["name"] for op in run.ops)) for run in runs}) == 1
 
 
-def _mark(op: dict[str, Any]) -> Hashable:
+def mark(op: dict[str, Any]) -> Hashable:
     return op["name"], op["segment"], op["part"], len(op["out"]), *op["weights"]
 
 

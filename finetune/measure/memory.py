@@ -32,7 +32,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[misc]
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()
         self.device = device
-        self._kernel = getattr(torch._C.DispatchKey, device.upper())
+        self._kernel = getattr(torch._C.DispatchKey, {"meta": "Meta"}.get(device, device.upper()))
         self.live = 0
         self.phase = "start"
         self.peaks: dict[str, int] = {}

@@ -12,8 +12,9 @@ import finetune.models.gptlite
 import finetune.models.mlp  # noqa: F401 - they register their models
 from finetune.models.adapters import with_adapter
 from finetune.models.composite import class_for, freeze_unread
-from finetune.plan.families.parts import CLASSES, IMAGES, SPANS, TAGS
+from finetune.plan.families.parts import CLASSES, IMAGES, SEQ2SEQ, SPANS, TAGS, VECTORS
 from finetune.plan.model import HEADS, MLP, head_of_class
+from finetune.plan.tracing import TRUSTS
 from finetune.run.choose import recipes
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.groups import of_text
@@ -27,6 +28,48 @@ def class_of(head: str, config: Any) -> Any:
     """transformers' class for models of this kind with this head. Raises RequestError if there is none."""
     names = (f"AutoModel{end}" for end, known in HEADS.items() if known == head)
     return class_for(next(name for name in names if hasattr(transformers, name)), config)
+
+
+def config_in(config: dict[str, Any]) -> Any:
+    """As the code in the model's folder has it, if the user trusts that."""
+    if not config.get(TRUSTS):
+        return config_of(config)
+    values = {name: one for name, one in config.items() if name not in ("auto_map", "_name_or_path", "model_type")}
+    return transformers.AutoConfig.from_pretrained(config["_name_or_path"], **values)  # with TRUSTS
+
+
+def on_meta(config: dict[str, Any], head: str, how: dict[str, Any], window: int | None) -> Any:
+    """A model without memory, such that it can be trained. `how`: `dtype` and `attn_implementation`; `window`: in place
+    of a sliding window."""
+    made = config_in(config)
+    text = made.get_text_config()
+    if getattr(text, "pad_token_id", 0) is None:
+        text.pad_token_id = 0  # classifiers of several texts ask for one
+    if head == SEQ2SEQ and getattr(made, "decoder_start_token_id", None) is None:
+        made.decoder_start_token_id = 0
+    trusts = {"trust_remote_code": True} if "auto_map" in config else {}
+    with torch.device("meta"):
+        model = _built(made, head, **how, **trusts)
+    for module in model.modules():
+        for name, one in module.named_parameters(recurse=False):
+            if not one.is_meta:  # XLNet's FloatTensor
+                setattr(module, name, torch.nn.Parameter(torch.empty_like(one, device="meta", dtype=how["dtype"])))
+    if window:  # now, because parameters may be as large as it: a bias by distance
+        parts = (part for part in model.modules() if isinstance(part, transformers.PreTrainedModel))
+        for its in (part.config.get_text_config() for part in parts):
+            if getattr(its, "sliding_window", None):
+                its.sliding_window = window
+    return model.train()
+
+
+def _built(made: Any, head: str, **how: Any) -> Any:
+    """A model with this head; for vectors one without a head, whose pooler would go unused."""
+    if head == VECTORS:
+        try:
+            return transformers.AutoModel.from_config(made, add_pooling_layer=False, **how)
+        except TypeError:
+            return transformers.AutoModel.from_config(made, **how)
+    return class_of(head, made).from_config(made, **how)
 
 
 def build(values: dict[str, Any], head: str, attention: str, dtype: torch.dtype | None = None) -> Any:

@@ -3,18 +3,20 @@ long Python's variables hold each tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from finetune.plan.forward.cuts import SOFTMAX, WRITE
-from finetune.plan.forward.traced import CONVOLUTION, PRODUCTS, TURNS
+from finetune.plan.forward.operators import CAST, CONVOLUTION, LAYER_NORM, PRODUCTS, TURNS
+from finetune.plan.values import HALF_BYTES
 
 # Operators that create nothing: their result is the input under another shape.
 VIEWS = {"view", "_unsafe_view", "t", "unsqueeze", "squeeze", "alias", "detach", "expand", "reshape",
@@ -25,12 +27,14 @@ SAVE_OUTPUT = {"relu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt", "reciprocal", 
 
 
 class Recording(TorchDispatchMode):  # type: ignore[misc]
-    """Identifies values by their Python objects, and storages by their addresses while they are alive. `kept`: values
-    of the model's output; `result`: the loss."""
+    """Identifies values by their Python objects, and storages by their addresses while they are alive. `dtype`: the
+    model's, counted as two bytes whatever it is; `kept`: values of its output; `result`: the loss; `own`: the first
+    output of each autograd function of the model's own, by the number of its call; `is_relaid`: whether a conversion
+    between precisions has also given a value another layout."""
 
-    def __init__(self, weights: dict[int, str]) -> None:
+    def __init__(self, weights: dict[int, str], dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
-        self.weights = weights
+        self.weights, self.dtype = weights, dtype
         self.values: Any = WeakIdKeyDictionary()  # a tensor's number
         self.facts: list[list[int]] = []  # of each value: elements, bytes per element, storage, whether gradients flow
         self.inside: set[int] = set()  # values made without gradients: few need one, such as a function's own result
@@ -43,6 +47,8 @@ class Recording(TorchDispatchMode):  # type: ignore[misc]
         self.is_paused = False
         self.kept: list[int] = []
         self.result = 0
+        self.own: dict[int, int] = {}
+        self.is_relaid = False
 
     def place(self, tensor: torch.Tensor) -> int:
         address = place_of(tensor)
@@ -63,7 +69,8 @@ class Recording(TorchDispatchMode):  # type: ignore[misc]
     def number(self, tensor: torch.Tensor, grad: bool = False) -> int:
         if tensor not in self.values:
             self.values[tensor] = len(self.facts)
-            self.facts.append([tensor.numel(), tensor.element_size(), self.place(tensor), int(grad)])
+            size = HALF_BYTES if tensor.dtype == self.dtype else tensor.element_size()
+            self.facts.append([tensor.numel(), size, self.place(tensor), int(grad)])
         return int(self.values[tensor])
 
     def keep(self, tensor: torch.Tensor) -> None:
@@ -78,43 +85,91 @@ class Recording(TorchDispatchMode):  # type: ignore[misc]
         (last["saved"] if is_output else self.pending).append(place)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
         if self.is_paused:
-            return func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name == "_local_scalar_dense":
-            asked = [one["name"] for one in self.ops[-2:]]
-            return asked[-1] == "all" or asked == ["sum", "eq"]  # all is seen, no token is padding, no layer left out
+            return func(*args, **kwargs)
+        if name in ANSWERS:
+            return ANSWERS[name](self, func, *args, **kwargs)
         self.look()
-        out = func(*args, **(kwargs or {}))
-        self.record(name, list(_tensors([args, kwargs or {}])), list(_tensors(out)))
+        out = func(*(self.placed(*args) if name == "index" else args), **kwargs)
+        self.record(name, list(_tensors([args, kwargs])), list(_tensors(out)))
         return out
+
+    def placed(self, x: torch.Tensor, places: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+        """With numbers in place of a mask of the tokens that equal one, such as the end: each text has one of these."""
+        found = list[torch.Tensor | None]()
+        for one in places:
+            is_mask = one is not None and one.dtype == torch.bool and self.is_made_by("eq", one)
+            found += [one.new_empty(len(one), dtype=torch.long)] * one.dim() if one is not None and is_mask else [one]
+        return x, found
+
+    def is_made_by(self, name: str, one: torch.Tensor) -> bool:
+        return any(op["name"] == name and self.values.get(one) in op["out"] for op in self.ops)
 
     def record(self, name: str, given: list[torch.Tensor], outs: list[torch.Tensor], **more: Any) -> None:
         names = [self.weights[place_of(one)] for one in given if place_of(one) in self.weights]
         inputs = [one for one in given if place_of(one) not in self.weights]
         if names and not inputs and all(place_of(one) in self.weights for one in outs):
             return  # a weight under another shape
+        for one in inputs:
+            if is_own(one.grad_fn) and (call := one.grad_fn._sequence_nr()) not in self.own:
+                self.own[call] = self.number(one)
+                maker = next(op for op in reversed(self.ops) if self.own[call] in op["out"])
+                many = len(one.grad_fn._raw_saved_tensors)  # they came before those of this operator
+                maker["saved"], self.pending = maker["saved"] + self.pending[:many], self.pending[many:]
         if name in VIEWS.difference(TURNS) and len(inputs) == 1 and outs[0].numel() == inputs[0].numel():
             self.values[outs[0]] = self.number(inputs[0])
             return
-        is_part = name in PARTS or (name in VIEWS and place_of(outs[0]) == place_of(inputs[0]) if inputs else False)
-        gemms = [_gemm(name, given, outs[0])] if name in PRODUCTS else []
+        is_part = name in PARTS or (name in VIEWS and bool(inputs) and place_of(outs[0]) == place_of(inputs[0]))
         numbers = [self.number(one) for one in inputs]
-        if torch.is_grad_enabled():
-            for one, number in zip(inputs, numbers, strict=True):
-                self.facts[number][3] &= one.requires_grad or number not in self.inside
-        grad = bool(names) or any(self.facts[number][3] for number in numbers)
+        grad = self.flows(inputs, numbers) or bool(names)
         made = [self.number(one, grad and (one.is_floating_point() or one.is_complex())) for one in outs]
         self.inside.update(() if torch.is_grad_enabled() else made)
         if name == WRITE and grad and torch.is_grad_enabled():
             for one in (outs[0], outs[0]._base):
                 if one is not None:
                     self.facts[self.number(one)][3] = 1
+        if name == CAST and grad and inputs and outs[0].is_contiguous() and not inputs[0].is_contiguous():
+            self.is_relaid = True
+        if name == LAYER_NORM and inputs and not inputs[0].is_contiguous():
+            more["copies"] = True
         self.stamp()
         self.ops.append({"name": name, "in": numbers, "out": made, "saved": self.pending, "weights": names,
-                         "gemms": gemms, "segment": self.segment, "part": is_part,
-                         "inside": not torch.is_grad_enabled(), **more})  # fmt: skip
+                         "gemms": [GEMMS.get(name, _matrices)(given, outs[0])] if name in PRODUCTS else [],
+                         "segment": self.segment, "part": is_part, "inside": not torch.is_grad_enabled(),
+                         **more})  # fmt: skip
         self.pending = []
+
+    def flows(self, inputs: list[torch.Tensor], numbers: list[int]) -> bool:
+        """Whether gradients flow back to any of these; with gradients on, what was made without them gets none."""
+        if torch.is_grad_enabled():
+            for one, number in zip(inputs, numbers, strict=True):
+                self.facts[number][3] &= one.requires_grad or number not in self.inside
+        return any(self.facts[number][3] for number in numbers)
+
+
+def _answer(recording: Recording, func: Any, one: torch.Tensor) -> Any:
+    """All is seen, no token is padding, no layer is left out; numbers on the CPU are sizes."""
+    if not one.is_meta and one.dtype != torch.bool:
+        return func(one)
+    asked = [op["name"] for op in recording.ops[-2:]]
+    return asked[-1] == "all" or asked == ["sum", "eq"]
+
+
+def _same(recording: Recording, func: Any, one: torch.Tensor, *given: Any, **more: Any) -> tuple[torch.Tensor, ...]:
+    """Each text has as many ends as the one before it."""
+    return tuple(one.new_empty(size) for size in (1, 0, 0))
+
+
+def _places(recording: Recording, func: Any, one: torch.Tensor) -> Any:
+    """Each sample has a label, which is 0 or more."""
+    is_label = recording.is_made_by("ge", one)
+    return one.new_empty((one.numel(), one.dim()), dtype=torch.long) if is_label else func(one)
+
+
+# Operators that read values.
+ANSWERS: dict[str, Callable[..., Any]] = {"_local_scalar_dense": _answer, "unique_consecutive": _same,
+                                          "nonzero": _places}  # fmt: skip
 
 
 class _Made(torch.autograd.Function):  # type: ignore[misc]
@@ -169,14 +224,29 @@ class Fused(TorchFunctionMode):  # type: ignore[misc]
         return self.one("attention", given, make, gemms=gemms, heads=how)
 
 
-def _gemm(name: str, given: list[torch.Tensor], out: torch.Tensor) -> list[Any]:
-    """The sizes of a product; of a grouped one with evenly loaded experts, of a convolution over unfolded images."""
-    one, two, *_ = given[1:] if name in ("addmm", "baddbmm") else given
-    if name == CONVOLUTION:
-        return [out.numel() // out.shape[1], two.shape[0], two[0].numel(), 1]
-    if name == "_grouped_mm":
-        return [Fraction(one.shape[0], two.shape[0]), two.shape[-1], one.shape[-1], two.shape[0]]
+def _matrices(given: list[torch.Tensor], out: torch.Tensor) -> list[Any]:
+    """The sizes of a product."""
+    one, two = given[-2:]
     return [one.shape[-2], two.shape[-1], one.shape[-1], one.shape[0] if one.dim() == len("bmk") else 1]
+
+
+def _unfolded(given: list[torch.Tensor], out: torch.Tensor) -> list[Any]:
+    """Of a convolution, as if images were unfolded."""
+    return [out.numel() // out.shape[1], given[1].shape[0], given[1][0].numel(), 1]
+
+
+def _by_expert(given: list[torch.Tensor], out: torch.Tensor) -> list[Any]:
+    """Of experts that are evenly loaded."""
+    one, two = given[:2]
+    return [Fraction(one.shape[0], two.shape[0]), two.shape[-1], one.shape[-1], two.shape[0]]
+
+
+GEMMS = {CONVOLUTION: _unfolded, "_grouped_mm": _by_expert}
+
+
+def is_own(node: Any) -> bool:
+    """Whether a node of autograd's graph is a function that a model brings itself."""
+    return isinstance(node, BackwardCFunction) and node.name() != f"{_Made.__name__}Backward"
 
 
 def place_of(tensor: torch.Tensor) -> int:

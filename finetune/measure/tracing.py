@@ -14,28 +14,32 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.errors import RequestError
-from finetune.measure.fitting import FAR, NEAR, UNIT, far_point, fitted, points
+from finetune.measure.filling import fill
+from finetune.measure.fitting import TOKENS, UNIT, at_batch, far_points, fitted, odd_points, points
 from finetune.measure.loops import fold
-from finetune.measure.models import class_of, samples
+from finetune.measure.models import config_in, on_meta, samples
+from finetune.measure.own_functions import backward_bytes
 from finetune.measure.recording import Fused, Recording, place_of
 from finetune.models.adapters import heads_of
 from finetune.models.composite import unread
 from finetune.models.source import positions_of
-from finetune.plan.families.parts import SEQ2SEQ, VECTORS
-from finetune.plan.forward.parts import Batch, terms
-from finetune.plan.tracing import REFUSED, TRUSTS
+from finetune.plan.families.parts import VECTORS
+from finetune.plan.forward.parts import Batch
+from finetune.plan.tracing import REFUSED
 
-CHUNKS = ("chunk_size", "mamba_chunk_size", "block_size")  # keys of configs of state-space and linear attention layers
+# Keys of configs: chunks of state-space and linear attention layers, windows to whose multiples texts are filled up.
+CHUNKS = ("chunk_size", "mamba_chunk_size", "block_size", "attention_window")
 CHUNK, LOOP = 64, 3  # tokens, of layers whose config says none; chunks in a unit, such that each text has enough
+WIDEST = 512  # tokens, of chunks and windows that no key names
 # Packages with kernels. Without them, and on the meta device, layers compute the same with torch's operators.
 KERNELS = ("causal_conv1d", "fla", "mamba_ssm")
 STEPS = (
@@ -64,30 +68,30 @@ def layers_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return dict(sorted(found.items(), key=lambda one: any(name.startswith(f"{one[0]}.") for name in aside)))
 
 
-def batch_of(head: str, sizes: Batch, config: Any) -> dict[str, torch.Tensor]:
-    """What a model with this head is trained on, on the meta device, with floats in bf16."""
-    one = samples(config.to_dict(), head, sizes.tokens)
+def batch_of(head: str, sizes: Batch, model: Any) -> dict[str, torch.Tensor]:
+    """What a model with this head is trained on, on the meta device, with floats as the model has them."""
+    one = samples(model.config.to_dict(), head, sizes.tokens)
     if sizes.targets:
         one["labels"] = torch.zeros(sizes.targets, dtype=torch.long)
     if head == VECTORS:
         del one["labels"]
     return {
         name: torch.empty(
-            (sizes.rows, *each.shape), dtype=torch.bfloat16 if each.is_floating_point() else each.dtype, device="meta"
+            (sizes.rows, *each.shape), dtype=model.dtype if each.is_floating_point() else each.dtype, device="meta"
         )
         for name, each in one.items()
     }
 
 
-def record(model: torch.nn.Module, layers: Iterable[torch.nn.Module], head: str, sizes: Batch) -> Recording:
-    recording = Recording({place_of(parameter): name for name, parameter in model.named_parameters()})
+def record(model: Any, layers: Iterable[torch.nn.Module], head: str, sizes: Batch) -> Recording:
+    recording = Recording({place_of(parameter): name for name, parameter in model.named_parameters()}, model.dtype)
 
     def enter(module: torch.nn.Module, *given: Any) -> None:
         recording.segment += 1
 
     hooks = [layer.register_forward_pre_hook(enter) for layer in layers]
     hooks += [layer.register_forward_hook(enter) for layer in layers]
-    batch = batch_of(head, sizes, model.config)
+    batch = batch_of(head, sizes, model)
     collects = gc.isenabled()
     gc.disable()  # what lies in a reference cycle would live until the collector happens to run
     try:
@@ -98,19 +102,25 @@ def record(model: torch.nn.Module, layers: Iterable[torch.nn.Module], head: str,
     finally:
         if collects:
             gc.enable()
+        for hook in hooks:
+            hook.remove()
     result = "last_hidden_state" if head == VECTORS else "loss"
     recording.result = recording.number(out[result])
     rest = [one for name, one in out.items() if name != result and head != VECTORS]
     recording.kept = [recording.number(one) for one in rest if isinstance(one, torch.Tensor)]
-    for hook in hooks:
-        hook.remove()
+    if recording.own:
+        made = {number: op for op in recording.ops for number in op["out"]}
+        own = [made[number] for _, number in sorted(recording.own.items())]
+        found = backward_bytes(model, batch, result)
+        for op, size in zip(own, found, strict=True) if len(own) == len(found) else ():
+            op["back"] = size
     return recording
 
 
 def traced(config: dict[str, Any], head: str, attention: str) -> dict[str, Any]:
     """What a plan reads of a model. `attention`: "sdpa" or "eager"; the latter also if the model has no other. Raises
     whatever the model's modules raise without data."""
-    window = getattr(_config_of(config).get_text_config(), "sliding_window", None)
+    window = getattr(config_in(config).get_text_config(), "sliding_window", None)
     if not window:
         return {**_traced(config, head, attention), "window": None, "beyond": None}
     beyond = _traced(config, head, attention, SHORT)["trace"]
@@ -118,55 +128,36 @@ def traced(config: dict[str, Any], head: str, attention: str) -> dict[str, Any]:
 
 
 def _traced(config: dict[str, Any], head: str, attention: str, window: int | None = None) -> dict[str, Any]:
-    """Without a key-value cache if possible: on the meta device, some models' masks need one."""
+    """In bf16 if possible, which shows what is computed in fp32 there, and without a key-value cache: on the meta
+    device, some models' masks need one. In fp32 besides, if a layout depends on the precision."""
     failed = list[Exception]()
-    for how, caches in product((attention, "eager"), (False, True)):
+    for dtype, how, caches in product((torch.bfloat16, torch.float32), (attention, "eager"), (False, True)):
         try:
-            return _recorded(config, head, how, caches, window)
+            found = _recorded(config, head, {"attn_implementation": how, "dtype": dtype}, caches, window)
         except (RuntimeError, ValueError) as error:
             failed.append(error)
+            continue
+        if dtype == torch.float32:
+            return {**found, "whole": True}
+        if found.pop("relaid"):
+            with suppress(RuntimeError, ValueError):  # on the meta device, products of experts have bf16 alone
+                whole = _recorded(config, head, {"attn_implementation": how, "dtype": torch.float32}, caches, window)
+                found["trace"]["in_fp32"] = whole["trace"]
+        return found
     told = failed[2]  # the first may only say that it has no such attention
     raise RequestError(VALUES) if any(one in str(told) for one in ("meta tensor", "torch.nonzero")) else told
 
 
-def _config_of(config: dict[str, Any]) -> Any:
-    """As the code in the model's folder has it, if the user trusts that."""
-    if not config.get(TRUSTS):
-        return transformers.AutoConfig.for_model(**config)
-    values = {name: one for name, one in config.items() if name not in ("auto_map", "_name_or_path", "model_type")}
-    return transformers.AutoConfig.from_pretrained(config["_name_or_path"], **values)  # with TRUSTS
-
-
-def _built(made: Any, head: str, **how: Any) -> Any:
-    """A model with this head; for vectors one without a head, whose pooler would go unused."""
-    if head == VECTORS:
-        try:
-            return transformers.AutoModel.from_config(made, add_pooling_layer=False, **how)
-        except TypeError:
-            return transformers.AutoModel.from_config(made, **how)
-    return class_of(head, made).from_config(made, **how)
-
-
-def _recorded(config: dict[str, Any], head: str, attention: str, caches: bool, window: int | None) -> dict[str, Any]:
-    made = _config_of(config)
-    text = made.get_text_config()
-    if getattr(text, "pad_token_id", 0) is None:
-        text.pad_token_id = 0  # classifiers of several texts ask for one
-    if head == SEQ2SEQ and getattr(made, "decoder_start_token_id", None) is None:
-        made.decoder_start_token_id = 0
-    how = {"trust_remote_code": True} if "auto_map" in config else {}
-    with torch.device("meta"):
-        model = _built(made, head, dtype=torch.bfloat16, attn_implementation=attention, **how)
-    if window:  # now, because parameters may be as large as it: a bias by distance
-        parts = (part for part in model.modules() if isinstance(part, transformers.PreTrainedModel))
-        for its in (part.config.get_text_config() for part in parts):
-            if getattr(its, "sliding_window", None):
-                its.sliding_window = window
+def _recorded(
+    config: dict[str, Any], head: str, how: dict[str, Any], caches: bool, window: int | None
+) -> dict[str, Any]:
+    model = on_meta(config, head, how, window)
     model.config.use_cache = caches  # as the Trainer sets it; a part with a config of its own keeps its cache
-    layers = layers_of(model.train())
-    own = next((size for name in CHUNKS if isinstance(size := getattr(text, name, None), int)), None)
-    units = own or UNIT, LOOP * (own or CHUNK)
-    found = next(filter(None, (_trace(model, layers.values(), head, unit) for unit in units)), None)
+    layers = layers_of(model)
+    record(
+        model, layers.values(), head, points(head)[0]
+    )  # the first pass moves what the model keeps beside its weights
+    found = next(filter(None, (_trace(model, layers.values(), head, unit) for unit in _units(model.config))), None)
     if found is None:
         raise RequestError(STEPS)
     source = inspect.getsource(sys.modules[type(model).__module__])
@@ -175,19 +166,31 @@ def _recorded(config: dict[str, Any], head: str, attention: str, caches: bool, w
     return {**found, **_facts(model, layers), **more}
 
 
+def _units(config: Any) -> list[int]:
+    """Of tokens, in the order in which they are tried."""
+    own = next((size for name in CHUNKS if (size := _side(config, name))), None)
+    first, *others = dict.fromkeys((own or UNIT, LOOP * (own or CHUNK), WIDEST))
+    return [first, *(unit for unit in others if TOKENS[-1] * unit <= positions_of(config))]
+
+
+def _side(config: Any, name: str) -> int | None:
+    """What a config says of tokens: once, or of each layer."""
+    found = getattr(config.get_text_config(), name, None)
+    return max(found, default=None) if isinstance(found, list) else found if isinstance(found, int) else None
+
+
 def _trace(model: Any, layers: Iterable[torch.nn.Module], head: str, unit: int) -> dict[str, Any] | None:
     """None if the recordings differ by more than loops, or if what is fitted does not hold for longer texts."""
     runs = [record(model, layers, head, batch) for batch in points(head, unit)]
     loops = len({len(run.ops) for run in runs}) > 1
-    far = far_point(head, unit, positions_of(model.config), NEAR if loops else FAR)
-    runs += [record(model, layers, head, far)] if far else []
-    if not fold(runs):
+    far = _recordings(model, layers, head, far_points(head, unit, positions_of(model.config), loops))
+    if not fold([*runs, *far.values()]):
         return None
-    tried = runs.pop() if far else None
     first = runs[0]
     sizes = [fitted([run.facts[at][0] for run in runs], head, unit) for at in range(len(first.facts))]
-    if far and tried and any(_at(size, head, far) != one[0] for size, one in zip(sizes, tried.facts, strict=True)):
-        return None
+    for batch, run in far.items():
+        if any(at_batch(size, head, batch) != one[0] for size, one in zip(sizes, run.facts, strict=True)):
+            return None
     trace = {
         "values": [[size, *one[1:]] for size, one in zip(sizes, first.facts, strict=True)],
         "ops": [_op([run.ops[at] for run in runs], head, unit) for at in range(len(first.ops))],
@@ -195,7 +198,22 @@ def _trace(model: Any, layers: Iterable[torch.nn.Module], head: str, unit: int) 
         "kept": first.kept,
         "result": first.result,
     }
-    return {"trace": trace, "layers": first.segment // 2}
+    odd = _recordings(model, layers, head, odd_points(head, unit) if unit != UNIT else [], 2)
+    if odd and fold(list(odd.values())):
+        fill(trace, first, *next(iter(odd.items())), head)
+    return {"trace": trace, "layers": first.segment // 2, "relaid": first.is_relaid}
+
+
+def _recordings(
+    model: Any, layers: Iterable[torch.nn.Module], head: str, batches: Iterable[Batch], many: int = 1
+) -> dict[Batch, Recording]:
+    """Of the first so many batches that the model takes."""
+    found = dict[Batch, Recording]()
+    for batch in batches:
+        with suppress(RuntimeError, ValueError):
+            if len(found) < many:
+                found[batch] = record(model, layers, head, batch)
+    return found
 
 
 def _op(runs: list[dict[str, Any]], head: str, unit: int) -> dict[str, Any]:
@@ -204,8 +222,8 @@ def _op(runs: list[dict[str, Any]], head: str, unit: int) -> dict[str, Any]:
         [fitted([run["gemms"][at][side] for run in runs], head, unit) for side in range(4)]
         for at in range(len(op["gemms"]))
     ]
-    times = {"times": fitted([run["times"] for run in runs], head, unit)} if "times" in op else {}
-    return {**op, "gemms": gemms, **times}
+    found = {**op, "gemms": gemms}
+    return found | {name: fitted([run[name] for run in runs], head, unit) for name in ("times", "back") if name in op}
 
 
 def _facts(model: Any, layers: Iterable[str]) -> dict[str, Any]:
@@ -221,14 +239,10 @@ def _facts(model: Any, layers: Iterable[str]) -> dict[str, Any]:
             for name, one in model.named_parameters()
         ],
         "buffers": [[name, list(one.shape), one.element_size()] for name, one in model.named_buffers()],
-        "hidden_size": getattr(text, "hidden_size", None) or max(text.hidden_sizes),
+        "hidden_size": getattr(text, "hidden_size", None) or max(getattr(text, "hidden_sizes", [0])),
         "vocab_size": getattr(text, "vocab_size", 0),
         "head_modules": heads_of(model),
     }
-
-
-def _at(size: list[float], head: str, batch: Batch) -> int:
-    return round(sum(one * term for one, term in zip(size, terms(head, batch), strict=True)))
 
 
 def main(write: Callable[[str], object] = print) -> int:

@@ -173,6 +173,8 @@ def build_tape(model: Model, batch: Batch, numbers: Numbers, checkpoint_interval
         tape.result = resnet(setting)
     else:
         trace = model.trace.of(batch.tokens)
+        if trace.in_fp32 and numbers.bytes_each == FP32_BYTES and not numbers.autocast:
+            trace = trace.in_fp32
         tape.result = stage(trace, setting, part) if part else tape_of_trace(trace, setting)
     return tiled(tape, shards)
 

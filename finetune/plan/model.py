@@ -79,7 +79,8 @@ class Buffer:
 class Trace:
     """Operators of a model, as `finetune.measure.tracing` records them. `last`: of each
     storage, the operator after which no variable holds it. `kept`: values of the output; `result`: the loss. `beyond`:
-    the trace for texts of at least `window` tokens, if the model has a sliding window."""
+    the trace for texts of at least `window` tokens, if the model has a sliding window. `in_fp32`: the trace for
+    fp32, if layouts depend on the precision."""
 
     values: Sequence[Any]
     ops: Sequence[Any]
@@ -88,6 +89,7 @@ class Trace:
     result: int
     window: int | None = None
     beyond: Trace | None = None
+    in_fp32: Trace | None = None
 
     def of(self, tokens: int) -> Trace:
         return self if self.beyond is None or self.window is None or tokens < self.window else self.beyond
@@ -145,12 +147,12 @@ def model_of(
     it was traced, if it was. `code`: the model's folder, if its own code is to run. Raises RequestError for an unknown
     architecture or head, or if a size is missing or invalid."""
     kind, sizes = str(config.get("model_type")), Sizes(config, where)
-    known, head = heads_of_kind(kind), head or own_head(config, where)
-    if known and head not in (*known, VECTORS):
-        raise RequestError(f"{where}: the known heads of {kind} are {', '.join(known)}, not {head}.")
-    if known:
+    head = head or own_head(config, where)
+    if heads_of_kind(kind):
         refuse_impossible(kind, sizes)
     if kind == RESNET:
+        if head not in (IMAGES, VECTORS):
+            raise RequestError(f"{where}: the known head of {kind} is {IMAGES}, not {head}.")
         return _resnet(sizes)
     found, how = found_of(config, head, attention, where, code)
     if notes is not None and how:
@@ -174,12 +176,17 @@ def _resnet(sizes: Sizes) -> Model:
 def _traced(found: Mapping[str, Any], head: str, sizes: Sizes) -> Model:
     tensors = tuple(Tensor(name, tuple(shape), *rest) for name, shape, *rest in found["tensors"])
     buffers = tuple(Buffer(name, tuple(shape), each) for name, shape, each in found["buffers"])
-    beyond = Trace(**found["beyond"]) if found["beyond"] else None
+    beyond = _trace(found["beyond"]) if found["beyond"] else None
     return Model(
         str(sizes.config.get("model_type")), head, tensors, found["layers"], found["hidden_size"], found["vocab_size"],
         sizes, buffers, head_modules=tuple(found["head_modules"]),
-        trace=Trace(**found["trace"], window=found["window"], beyond=beyond),
+        trace=_trace(found["trace"], window=found["window"], beyond=beyond),
     )  # fmt: skip
+
+
+def _trace(found: Mapping[str, Any], **more: Any) -> Trace:
+    whole = found.get("in_fp32")
+    return Trace(**{**found, **more, "in_fp32": _trace(whole) if whole else None})
 
 
 def in_4bit(model: Model) -> Model:

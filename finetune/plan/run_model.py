@@ -132,9 +132,10 @@ def model_of_run(run: Run, params_per_layer: int | None, notes: list[str], flag:
     kind, head = str(config.get("model_type")), head_of(run)
     if kind in NO_TEXT and tokens_flag(run):
         raise RequestError(f"{run.said(flag)}: a {kind} reads no text. Plan it with --recipe image_cls.")
-    if kind not in KINDS:
+    is_other = head not in (None, *heads_of_kind(kind), VECTORS)
+    if kind not in KINDS or (is_other and kind not in NO_TEXT):
         return _traced(config, run, found.name, notes)
-    if head not in (None, *heads_of_kind(kind), VECTORS):
+    if is_other:
         notes.append(f"the head that {run.recipe.script} trains is not known for a {kind}; its own is counted")
         head = None
     return model_of(config, str(given), head, _attention(run), notes)

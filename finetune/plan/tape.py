@@ -162,7 +162,7 @@ class Tape(Recorder):
             self.outlasting[made.storage] = len(self.segments) - 1
         return made
 
-    def layer_norm(self, x: Value, module: str) -> Value:
+    def layer_norm(self, x: Value, module: str, scratch: int = 0) -> Value:
         """Saves its input, and each row's mean and reciprocal deviation: in fp32 on a GPU, on a CPU like the input
         (aten/src/ATen/native/layer_norm.cpp)."""
         if self.numbers.autocast and self.numbers.device == "cuda":
@@ -170,7 +170,8 @@ class Tape(Recorder):
         names = tuple(name for name in (f"{module}.weight", f"{module}.bias") if name in self.shapes)
         mixed = self.numbers.device == "cuda" or self.numbers.bytes_each == FP32_BYTES
         stats = 2 * (FP32_BYTES if mixed else x.bytes_each) * (x.elements // self.shapes[names[0]][0])
-        return self.op("layer_norm", (x,), x.elements, saves=(x,), weights=names, module=module, extra_saved=stats)
+        return self.op("layer_norm", (x,), x.elements, saves=(x,), weights=names, module=module, extra_saved=stats,
+                       scratch=scratch)  # fmt: skip
 
     def weigh(self, x: Value, module: str) -> Value:
         """Times a norm's weight, whose gradient is made as large as the product, then summed."""

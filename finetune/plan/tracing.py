@@ -28,6 +28,7 @@ LONGEST = 300  # seconds that tracing a model may take
 TRACING = "finetune.measure.tracing"  # it imports torch, and so is never imported here
 MADE_BY = (  # modules
     *("measure/tracing", "measure/recording", "measure/loops", "measure/fitting", "measure/models"),
+    *("measure/own_functions", "measure/filling", "measure/memory"),
     *("models/composite", "models/adapters", "models/source", "run/facts"),
     *("models/gptlite", "models/gptlite_mlp", "models/mlp"),
 )
@@ -63,6 +64,8 @@ def found_of(
         _keep(file, found)
     what = f"{kind} with these settings" if kind in KNOWN else str(kind)
     said = f"{what} is not a known architecture: {how}; its attention is counted as fused if it can be"
+    if found.get("whole"):
+        said += ", and it runs in fp32 or with autocast alone: in half precision its layers mix precisions"
     if without := found.get("without"):
         said += (
             f", its other layers as torch's own operators. With the kernels of {listed(without)}, which transformers "

@@ -143,9 +143,15 @@ LOOPING: dict[str, tuple[str, dict[str, Any]]] = {
     "xlstm": (CAUSAL, {"model_type": "xlstm", "hidden_size": 64, "num_blocks": 3, "num_heads": 4, "vocab_size": 300,
                        "mode": "train"}),
 }  # fmt: skip
+PARTLY_READ = ("xlnet", "longformer")  # some weights get no gradient: of segments, of attention to all tokens
 NO_SDPA = ("mamba", "falcon_mamba", "rwkv", "xlstm")
+BART = {"model_type": "bart", "d_model": 64, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "vocab_size": 300,
+        "max_position_embeddings": 128, "pad_token_id": 0}  # fmt: skip
 # One key head for all others, as it is; complex positions; layers without gradients; weights plus one; weights (fan_in,
-# fan_out), and parts of weights in fp32.
+# fan_out), and parts of weights in fp32. The last token of each text is read; autograd functions of their own; layers
+# that mix precisions in bf16; texts filled up to windows; a softmax's denominator; a known family's other head; what is
+# moved in the first pass; norms of what is laid out otherwise; no size of all hidden states.
 UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon": (CAUSAL, {"model_type": "falcon", **WIDE}),
     "llama4_text": (CAUSAL, {"model_type": "llama4_text", **GROUPED, "intermediate_size_mlp": 96,
@@ -154,6 +160,25 @@ UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": (CAUSAL, {"model_type": "nemotron", **GROUPED}),
     "inkling2_text": (CAUSAL, {"model_type": "inkling2_text", **GROUPED, "num_hidden_layers": 2, "n_routed_experts": 4,
                                "moe_intermediate_size": 32, "num_experts_per_tok": 2}),
+    "bart-classes": (CLASSES, BART),
+    "t5-classes": (CLASSES, T5),
+    "llama-spans": (SPANS, LLAMA),
+    "deberta-v2": (CLASSES, {"model_type": "deberta-v2", **ENCODER, "relative_attention": True, "type_vocab_size": 0,
+                             "pos_att_type": ["c2p", "p2c"], "position_buckets": 16, "share_att_key": True,
+                             "norm_rel_ebd": "layer_norm", "position_biased_input": False}),
+    "bloom": (CAUSAL, {"model_type": "bloom", **WIDE, "n_layer": 3}),
+    "reformer": (CLASSES, {"model_type": "reformer", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 300,
+                          "feed_forward_size": 96, "attention_head_size": 16, "attn_layers": ["local", "lsh"],
+                          "axial_pos_embds": False}),
+    "xlnet": (CAUSAL, {"model_type": "xlnet", "d_model": 64, "n_layer": 3, "n_head": 4, "d_inner": 96,
+                       "vocab_size": 300}),
+    "longformer": (MASKED, {"model_type": "longformer", **ENCODER, "attention_window": 64}),
+    "granite_swa": (CAUSAL, {"model_type": "granite_swa", **GROUPED}),
+    "ctrl": (CLASSES, {"model_type": "ctrl", "n_embd": 64, "n_layer": 3, "n_head": 4, "dff": 96, "vocab_size": 300,
+                       "pad_token_id": 0}),
+    "convnext": (IMAGES, {"model_type": "convnext", "hidden_sizes": [16, 32], "depths": [2, 2], "num_stages": 2,
+                          "image_size": IMAGE}),
+    "mobilenet_v1": (IMAGES, {"model_type": "mobilenet_v1", "image_size": IMAGE, "depth_multiplier": 0.25}),
 }  # fmt: skip
 # Families of which no program is known.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -163,9 +188,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "modernbert-masked": (MASKED, {"model_type": "modernbert", **WIDE, "intermediate_size": 96, "local_attention": 32,
                                    "max_position_embeddings": 128, "global_attn_every_n_layers": 3}),
     "electra-spans": (SPANS, {"model_type": "electra", **ENCODER, "embedding_size": 32}),
-    "bart": (SEQ2SEQ, {"model_type": "bart", "d_model": 64, "encoder_layers": 2, "decoder_layers": 3,
-                       "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96,
-                       "decoder_ffn_dim": 96, "vocab_size": 300, "max_position_embeddings": 128, "pad_token_id": 0}),
+    "bart": (SEQ2SEQ, BART),
     "llava": (CAUSAL, {"model_type": "llava", "text_config": {"model_type": "llama", **GROUPED},
                        "vision_config": {"model_type": "clip_vision_model", **VISION}}),
     "gemma3": (CAUSAL, {"model_type": "gemma3", "vision_config": VISION,
@@ -295,7 +318,8 @@ def played(model: Model, tape: Tape, bytes_each: int) -> tuple[Ledger, list[str]
     step.forward()
     step.backward()
     assert {kind for kind, size in ledger.live.items() if size} == {"gradients"}, ledger.live
-    assert set(engine.kept) == {name for name, size in sizes.items() if size}
+    trained = {name for name, size in sizes.items() if size}
+    assert set(engine.kept) == trained or model.family in PARTLY_READ
     return ledger, engine.kept
 
 
@@ -434,11 +458,20 @@ def test_every_kth_layer_is_counted_from_the_first_of_a_tower_if_that_comes_firs
         ("hrm_text", Way()),
         ("nemotron", Way()),
         ("inkling2_text", Way(attention="eager")),  # it has no other, and its router does not run in bf16
+        *((name, Way()) for name in ("bart-classes", "t5-classes", "llama-spans")),
+        *(
+            (name, Way(attention="eager"))
+            for name in ("bloom", "granite_swa", "deberta-v2", "ctrl", "convnext", "mobilenet_v1")
+        ),
+        *(("xlnet", Way(attention="eager", half=half)) for half in (False, True)),
+        ("reformer", Way(attention="eager", tokens=256)),
+        ("longformer", Way(attention="eager", tokens=96)),
     ],
 )
 def test_peaks_of_models_with_unusual_operators_are_those_of_the_real_models(name: str, way: Way) -> None:
-    real = real_peaks(name, way)
-    assert planned_peaks(name, way) == {phase: pytest.approx(size, rel=way.tolerance) for phase, size in real.items()}
+    """Reformer makes gradients of parameters while it recomputes a layer, which a plan sees as made afterwards."""
+    real, within = real_peaks(name, way), 0.04 if name == "reformer" else way.tolerance
+    assert planned_peaks(name, way) == {phase: pytest.approx(size, rel=within) for phase, size in real.items()}
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -516,7 +549,7 @@ def test_a_loop_computes_and_launches_once_for_each_iteration(name: str) -> None
     assert products == pytest.approx(counter.get_total_flops(), rel=0.01)
     gpu = find_machine("H100-80GB")
     launched = [
-        sum(part.forward.launches for part in passed(planned(name, Way(tokens=tokens))[1], gpu, "bf16"))
+        sum(part.forward.launches for part in passed(planned(name, Way(tokens=tokens, half=True))[1], gpu, "bf16"))
         for tokens in (256, 320, 384, 1024, 1025)
     ]
     steps = [more - less for less, more in pairwise(launched)]

@@ -145,9 +145,12 @@ def test_blocks_and_what_is_in_none_make_the_whole() -> None:
         ({"model_type": "llama", **GROUPED, "hidden_size": -1}, "hidden_size is -1, but it must be a whole number"),
         ({"model_type": "llama", **GROUPED, "vocab_size": 1.5}, "vocab_size is 1.5"),
         ({"model_type": "llama", **GROUPED, "architectures": ["LlamaForTokens"]}, "must end in one of ForCausalLM"),
-        ({"model_type": "t5", **T5, "architectures": ["T5ForSequenceClassification"]}, "the known heads of t5 are"),
         ({"model_type": "llama", **GROUPED, "num_hidden_layers": 10**7}, "10,000,000 layers are more than 3,000"),
         ({"model_type": "resnet", "depths": [3, 4, 10**12, 3]}, "1,000,000,000,010 layers are more than 3,000"),
+        (
+            {"model_type": "resnet", "depths": [1], "hidden_sizes": [8], "architectures": ["ResNetForCausalLM"]},
+            "the known head of resnet is",
+        ),
     ],
 )
 def test_what_is_missing_is_named(config: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -143,11 +143,30 @@ MEMORY = (
     ),
     Row(
         "measure/recording.py",
+        "torch._C:_FunctionBase._raw_saved_tensors",
+        "read",
+        "what a model's own function has saved is freed when it has run backward",
+        "torch/csrc/autograd/python_function.cpp",
+        "a public name",
+    ),
+    Row(
+        "measure/recording.py",
         "torch:Tensor._base",
         "read",
         "what is written into a part is read of the whole",
         "torch/csrc/autograd/python_variable.cpp, THPVariable_get_base",
         "a public name",
+    ),
+    *(
+        Row(
+            where,
+            "torch.autograd.graph:Node._sequence_nr",
+            "read",
+            "a model's own functions are in the order of their calls",
+            "torch/autograd/graph.py, Node",
+            "a public name",
+        )
+        for where in ("measure/recording.py", "measure/own_functions.py")
     ),
     Row(
         "measure/recording.py",

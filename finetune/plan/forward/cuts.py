@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
-from finetune.plan.forward.parts import Batch, Setting, pattern
+from finetune.plan.forward.parts import Setting, pattern
 from finetune.plan.model import Trace
 from finetune.plan.values import ATTENTION
 
@@ -21,9 +21,9 @@ LAYER = re.compile(r".*?\.\d+(?=\.)")  # the name of the layer that a parameter 
 
 class Uses:
     """What a trace's values are used for: in slices, by a softmax, by which attention; of which whole a part that is
-    written to is; what each iteration of a loop makes and holds beyond it, and the tokens of an iteration; which
-    storages die at each operator; the head's place; and the values that no gradient reaches, such as scores of which
-    only the best places are read: what autograd saves for them is freed as soon as they are."""
+    written to is; what each iteration of a loop makes and holds beyond it; which storages die at each operator; the
+    head's place; and the values that no gradient reaches, such as scores of which only the best places are read: what
+    autograd saves for them is freed as soon as they are."""
 
     def __init__(self, trace: Trace) -> None:
         self.dying = defaultdict[int, list[int]](list)
@@ -41,12 +41,6 @@ class Uses:
         written = {op["out"][0] for op in trace.ops if op["name"] == WRITE}
         self.written = {part: whole for part, whole in wholes.items() if part in written}
         self.held = {number for op in trace.ops for number in op.get("held", ())}
-        each = [op["times"][1] for op in trace.ops if "times" in op]  # iterations a token
-        self.chunk = max((round(1 / one) for one in each if one), default=1)
-
-    def filled(self, batch: Batch) -> Batch:
-        """With as many tokens as whole chunks have."""
-        return replace(batch, tokens=-(-batch.tokens // self.chunk) * self.chunk)
 
 
 def _idle(trace: Trace) -> set[int]:

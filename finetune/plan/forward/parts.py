@@ -34,6 +34,12 @@ class Batch:
         return self.rows * self.tokens
 
 
+def filled(batch: Batch, chunk: int) -> Batch:
+    """With texts filled up to whole chunks of so many tokens."""
+    whole = -(-batch.tokens // chunk) * chunk
+    return replace(batch, tokens=whole, targets=batch.targets or batch.tokens)
+
+
 def terms(head: str, batch: Batch) -> tuple[int, ...]:
     """What sizes are sums of, each with a coefficient."""
     rows, tokens = batch.rows, batch.tokens

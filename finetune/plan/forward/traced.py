@@ -9,23 +9,14 @@ from operator import mul
 from typing import Any
 
 from finetune.plan.families.parts import IMAGES, VECTORS
-from finetune.plan.forward.attention import FUSED, Heads, attend, document_mask, kind_of
-from finetune.plan.forward.cuts import LINEAR, SOFTMAX, WRITE, Cut, cuts_of, repeated, uses_of
+from finetune.plan.forward.attention import document_mask
+from finetune.plan.forward.cuts import WRITE, Cut, cuts_of, repeated, uses_of
 from finetune.plan.forward.expert_parallel import end_of_mixture, expert_parallel, mixture_of
 from finetune.plan.forward.losses import chunked_loss, output_in_fp32, vector_loss
-from finetune.plan.forward.parts import RNG_STATE_BYTES, Setting, renamed, terms
+from finetune.plan.forward.operators import CAST, PLAIN, TURNS, WEIGHED, any_other, converted, copies_back
+from finetune.plan.forward.parts import RNG_STATE_BYTES, Setting, filled, renamed, terms
 from finetune.plan.model import MLP, Trace
-from finetune.plan.values import ATTENTION, FP32_BYTES, HALF_BYTES, Gemm, Storage, Value
-
-CONVOLUTION = "convolution"
-IN_HALF = (*LINEAR, "bmm", "baddbmm", CONVOLUTION)  # under autocast (aten/src/ATen/autocast_mode.h)
-PRODUCTS = (*IN_HALF, "_grouped_mm")
-TURNS = ("transpose", "permute")
-CAST = "_to_copy"
-NAMES = {"clone": "copy", CAST: "cast", "_log_softmax": "log_softmax", "_grouped_mm": "grouped_mm",
-         "baddbmm": "matmul"}  # fmt: skip
-PASSES_ON = ("add", "sub", "clone", "add_", "copy_")
-IN_FP32 = ("_log_softmax", "nll_loss_forward")  # likewise
+from finetune.plan.values import FP32_BYTES, HALF_BYTES, Storage, Value
 
 
 def tape_of_trace(trace: Trace, setting: Setting) -> Value:
@@ -72,18 +63,28 @@ class Player:
         self.whole: dict[int, int] = {}  # bytes per element before a conversion to fp32
         self.in_fp32: dict[int, str] = {}  # weights that a conversion to fp32 does not change
         self.seen = uses_of(trace)
-        self.terms = terms(setting.head, self.seen.filled(self.batch))
+        self.terms = dict[int, tuple[int, ...]]()  # of texts filled up to so many tokens
         self.masks: tuple[Value, ...] = ()  # of all attention without a mask of its own
 
-    def size(self, fitted: Sequence[float]) -> int:
-        return max(round(sum(one * term for one, term in zip(fitted, self.terms, strict=True))), 1)
+    def total(self, fitted: Sequence[float], chunk: int) -> int:
+        if chunk not in self.terms:
+            self.terms[chunk] = terms(self.setting.head, filled(self.batch, chunk) if chunk > 1 else self.batch)
+        found: float = sum(map(mul, fitted, self.terms[chunk]))
+        return round(found)
+
+    def size(self, fitted: Sequence[float], number: int) -> int:
+        """Where the value `number` is made."""
+        return max(self.total(fitted, *self.trace.values[number][4:] or (1,)), 1)
+
+    def sizes(self, op: Any, product: int = 0) -> list[int]:
+        return [self.size(side, op["out"][0]) for side in op["gemms"][product]]
 
     def times(self, op: Any) -> int:
         """How often it runs in place of iterations that were cut: less than never in a shorter loop."""
-        return round(sum(map(mul, op["times"], self.terms))) if "times" in op else 1
+        return self.total(op["times"], op.get("filled") or 1) if "times" in op else 1
 
     def elements(self, number: int) -> int:
-        return self.size(self.trace.values[number][0])
+        return self.size(self.trace.values[number][0], number)
 
     def value(self, number: int) -> Value:
         if number not in self.values:  # a batch or a buffer: already allocated
@@ -124,41 +125,50 @@ class Player:
                     self.storages[old_place + place] = self.values[number].storage
 
     def play(self, op: Any) -> None:
-        if names := [self.in_fp32[number] for number in op["in"] if number in self.in_fp32]:
-            op = {**op, "in": [one for one in op["in"] if one not in self.in_fp32], "weights": names}
-        name, inputs, weights = op["name"], [self.value(number) for number in op["in"]], op["weights"]
-        if name == WRITE and (base := self.seen.written.get(op["out"][0])) is not None:
+        op, is_weight = self.reads_weights(op)
+        inputs, first = [self.value(number) for number in op["in"]], op["out"][0]
+        base = self.seen.written.get(first) if op["name"] == WRITE else None
+        if base is not None:
             self.put(base, self.tape.write(self.value(base), inputs[1]))
-            return
+        elif is_weight:
+            self.in_fp32 |= dict.fromkeys(op["out"], op["weights"][0])
+        elif len(op["out"]) > 1 and op["part"]:
+            for number, part in zip(op["out"], self.tape.chunk(inputs[0], *map(self.elements, op["out"])), strict=True):
+                self.put(number, part)
+        else:
+            self.play_one(op, inputs)
+
+    def reads_weights(self, op: Any) -> tuple[Any, bool]:
+        """The operator with the weights whose conversions it reads, and whether what it makes is a weight still."""
+        names = [self.in_fp32[number] for number in op["in"] if number in self.in_fp32]
+        if names:
+            op = {**op, "in": [one for one in op["in"] if one not in self.in_fp32], "weights": names}
+        widens = op["name"] == CAST and self.trace.values[op["out"][0]][1] == FP32_BYTES
+        is_same = widens and bool(op["weights"]) and self.tape.bytes_of(op["weights"][0]) == FP32_BYTES
+        return op, is_same or bool(names and not op["in"] and (op["part"] or op["name"] in TURNS))
+
+    def play_one(self, op: Any, inputs: list[Value]) -> None:
+        """An operator that makes a value of its own."""
+        name, first = op["name"], op["out"][0]
         is_idle = self.seen.idle.issuperset(op["out"])
         if is_idle or name.startswith("new_") or name.endswith("_like"):  # only sizes are read
-            weights = [] if op["inside"] and inputs else weights  # without gradients
+            weights = [] if op["inside"] and inputs else op["weights"]  # without gradients
             op = {**op, "weights": weights if inputs else []}  # or converted for nothing
             inputs = [replace(one, needs_grad=False) for one in inputs]
         whole = max((self.whole.get(number, 0) for number in op["in"]), default=0)
-        first = op["out"][0]
-        widens = name == CAST and self.trace.values[first][1] == FP32_BYTES
-        is_same = widens and bool(weights) and self.tape.bytes_of(weights[0]) == FP32_BYTES
-        if is_same or (names and not inputs and (op["part"] or name in TURNS)):
-            self.in_fp32 |= dict.fromkeys(op["out"], weights[0])
-            return
-        if len(op["out"]) > 1 and op["part"]:
-            parts = self.tape.chunk(inputs[0], *map(self.elements, op["out"]))
-            for number, part in zip(op["out"], parts, strict=True):
-                self.put(number, part)
-            return
-        if weights and inputs:
-            out = self.weighed(op, inputs[0])
+        out = None
+        if op["weights"] and inputs:
+            out = WEIGHED[name](self, op, inputs) if name in WEIGHED and not op["inside"] else None
         elif name in TURNS:
-            out = self.tape.alias(inputs[0]) if first in self.seen.sliced or self.copies_back(op) else inputs[0]
+            out = self.tape.alias(inputs[0]) if first in self.seen.sliced or copies_back(self, op) else inputs[0]
         elif op["part"]:
             out = self.tape.alias(inputs[0], self.elements(first), name)
         elif name == CAST and inputs:
-            out, whole = self.converted(first, inputs[0], whole)
-        else:  # what runs within an operator of its own saves nothing by itself
-            out = self.plain(op, inputs) if inputs and not (op["inside"] and self.trace.values[first][3]) else None
+            out, whole = converted(self, first, inputs[0], whole)
+        elif name in PLAIN and inputs and not (op["inside"] and self.trace.values[first][3]):
+            out = PLAIN[name](self, op, inputs)  # what runs within an operator of its own saves nothing by itself
         is_known = out is not None
-        out = out or self.any_other(op, inputs)
+        out = out or any_other(self, op, inputs)
         if is_known or is_idle:
             self.save_beside(op)
         self.put(first, out)
@@ -181,120 +191,3 @@ class Player:
         own = {self.trace.values[number][2] for number in (*op["in"], *op["out"])}
         if beside := [self.storages[one] for one in op["saved"] if one in self.storages and one not in own]:
             self.tape.op("save", (), 1, saves=[Value(0, 1, one) for one in beside], kernels=0, needs_grad=True)
-
-    def weighed(self, op: Any, x: Value) -> Value | None:
-        """Operators with parameters."""
-        name, weights = op["name"], op["weights"]
-        module = weights[-1].rpartition(".")[0]
-        if name in LINEAR:
-            fan_out = self.size(op["gemms"][0][1])
-            return self.tape.linear(x, module, weights[-1], weights[0] if len(weights) > 1 else "", fan_out)
-        if name == "native_layer_norm" and len(op["in"]) == 1:
-            return self.tape.layer_norm(x, module)
-        return self.tape.weigh(x, module) if name == "mul" and weights[-1] == f"{module}.weight" else None
-
-    def plain(self, op: Any, inputs: list[Value]) -> Value | None:
-        """Operators without parameters whose backward pass is known better than what autograd saves."""
-        tape, name = self.tape, op["name"]
-        if name == "dropout":
-            return tape.dropout(inputs[0], self.dropout)
-        if name == ATTENTION:
-            return attend(self.setting, self.heads(op), *inputs, *(self.masks if len(inputs) == len("qkv") else ()))
-        if name == "mul" and len(inputs) > 1:
-            return tape.multiply(inputs[0], inputs[1], self.elements(op["out"][0]))
-        if name == "bmm":
-            gemm = Gemm(*map(self.size, op["gemms"][0]))
-            return tape.matmul(inputs[0], inputs[1], gemm, casts=not op["inside"])  # positions are turned in fp32
-        if name == "pow":
-            return tape.power(inputs[0])
-        if name == SOFTMAX:
-            full = FP32_BYTES if self.trace.values[op["out"][0]][1] == FP32_BYTES else None
-            widens = self.numbers.autocast and self.numbers.device == "cuda" and not (full and self.numbers.is_fp16)
-            return tape.softmax(tape.cast(inputs[0], FP32_BYTES) if widens else inputs[0], full)
-        return None
-
-    def converted(self, number: int, x: Value, whole: int) -> tuple[Value, int]:
-        """The trace is in bf16: what it converts from fp32 goes back to the precision that it had. On a GPU one kernel
-        reads fp16 and writes a softmax in fp32 (aten/src/ATen/native/SoftMax.cpp)."""
-        size = self.trace.values[number][1]
-        is_float = x.bytes_each in (HALF_BYTES, FP32_BYTES)
-        if size == FP32_BYTES:
-            joined = number in self.seen.in_softmax and self.numbers.is_fp16 and self.numbers.device == "cuda"
-            return (x if joined else self.tape.cast(x, size)), whole or x.bytes_each * is_float
-        if size != HALF_BYTES:
-            return self.tape.op("cast", (x,), x.elements, bytes_each=size, needs_grad=False), 0
-        back = whole if self.numbers.autocast and whole else self.numbers.bytes_each
-        return self.tape.cast(x, back), 0
-
-    def copies_back(self, op: Any) -> bool:
-        """Whether the gradient of a transposed value has another layout. Fused attention's has not."""
-        reader = self.seen.attentions.get(op["out"][0])
-        if reader is None:
-            return not self.seen.attentions
-        is_given = len(reader["in"]) > len("qkv")
-        trains = is_given and bool(self.trace.values[reader["in"][-1]][3])
-        return kind_of(self.tape, self.heads(reader), is_given or bool(self.masks), trains) != FUSED
-
-    def heads(self, op: Any) -> Heads:
-        tokens, keys, width, many = map(self.size, op["gemms"][0])
-        query, key = map(self.elements, op["in"][:2])
-        heads, values = many // self.batch.rows, self.size(op["gemms"][1][1])
-        how = {**op["heads"], "dropout": op["heads"]["dropout"] and self.dropout}
-        return Heads(replace(self.batch, tokens=tokens), heads, width, heads * key * tokens // (query * keys),
-                     keys=keys, value_width=values, **how)  # fmt: skip
-
-    def any_other(self, op: Any, inputs: list[Value]) -> Value:
-        """Saves what autograd saves, if it is still needed."""
-        tape, name, weights = self.tape, op["name"], op["weights"]
-        first, *others = op["out"]
-        _, traced, place, grad = self.trace.values[first]
-        saved = [Value(0, 1, self.storages[one]) for one in dict.fromkeys(op["saved"]) if one in self.storages]
-        if inputs and place == self.trace.values[op["in"][0]][2]:
-            return tape.add_in_place(inputs[0], inputs[-1], saved)
-        if self.numbers.autocast and name in IN_FP32:
-            inputs = [tape.cast(one, FP32_BYTES) if one.bytes_each == HALF_BYTES else one for one in inputs]
-        if self.numbers.autocast and name in IN_HALF:
-            inputs = [tape.cast(one, HALF_BYTES) for one in inputs]
-        if name == "_grouped_mm" and weights:  # to its weights' (transformers 5.23, integrations/moe.py, _grouped_mm)
-            inputs = [tape.cast(inputs[0], tape.bytes_of(weights[0])), *inputs[1:]]
-        module = weights[-1].rpartition(".")[0] if weights else ""
-        is_leaf = name == "embedding" and tape.makes_leaf(module)
-        trains = any(map(tape.trains, weights))
-        grad = bool(grad) and (trains or is_leaf or any(one.needs_grad for one in inputs))
-        kept = [number for number in others if self.trace.values[number][2] in op["saved"]]
-        out = tape.op(
-            NAMES.get(name, name), inputs, self.elements(first), **self.products(op, inputs, grad, trains),
-            saves=() if weights and not trains and name in PRODUCTS else saved,
-            saves_output=is_leaf or place in op["saved"], bytes_each=self.width(op, traced, inputs),
-            extra_saved=sum(self.elements(one) * self.trace.values[one][1] for one in kept), needs_grad=grad,
-            weights=tuple(weights[::-1]), module=module, passes_on=name in PASSES_ON, narrows=name in ("cat", "stack"),
-        )  # fmt: skip
-        beside = tape.segments[-1].ops[-1].outputs
-        for number in others:
-            self.put(number, Value(self.elements(number), self.trace.values[number][1], beside[-1].storage, False))
-        return out
-
-    def products(self, op: Any, inputs: list[Value], grad: bool, trains: bool) -> dict[str, Any]:
-        gemms = tuple(Gemm(*map(self.size, gemm)) for gemm in op["gemms"])
-        if not gemms:  # of scores, a loss reads one in each row
-            return {"moved": inputs[-1].bytes} if op["name"] == "nll_loss_forward" else {}
-        of_input, of_other = gemms[0].back
-        back = (*([of_input] if inputs[0].needs_grad else []), *([of_other] if trains or not op["weights"] else []))
-        return {"gemms": gemms, "gemms_back": back if grad else ()}
-
-    def width(self, op: Any, traced: int, inputs: Sequence[Value]) -> int:
-        """Bytes per element of its output: what is bf16 in the trace has the model's precision, under autocast that of
-        its inputs. So has what is fp32 because they were."""
-        widens = all(self.trace.values[number][1] != traced for number in op["in"])
-        if traced not in (HALF_BYTES, FP32_BYTES) or (traced == FP32_BYTES and (widens or not self.numbers.autocast)):
-            return traced
-        if not self.numbers.autocast:
-            return self.numbers.bytes_each
-        name = op["name"]
-        if name in IN_HALF:
-            return HALF_BYTES
-        if op["weights"] and name not in PRODUCTS and self.setting.head == IMAGES:  # added to patches, say
-            return self.numbers.bytes_each
-        read = inputs[:1] if name in PRODUCTS else inputs
-        floats = [one.bytes_each for one in read if one.bytes_each in (HALF_BYTES, FP32_BYTES)]
-        return max(floats, default=self.numbers.bytes_each)
