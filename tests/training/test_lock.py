@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from finetune.errors import BusyError, RequestError, RunError
-from finetune.run.files import SUPERVISION
+from finetune.run.files import IDENTITY, SUPERVISION
 from finetune.run.supervised import environment_of
 from finetune.training.checkpoints import lock
 from finetune.training.checkpoints.lock import LOCK, give_up_locks, keep_locked, lock_run_folder, refuse_supervised
@@ -221,3 +221,15 @@ def test_a_disk_that_fails_for_a_while_does_not_cost_the_lock(
         keep_locked(tmp_path)
     os.fstat(handle)
     assert capfd.readouterr().out == ""
+
+
+def test_a_run_leaves_a_folder_in_which_another_has_begun_since_alone(tmp_path: Path) -> None:
+    (tmp_path / IDENTITY).write_text("the first")
+    assert lock_run_folder(tmp_path, "the first") is None
+    keep_locked(tmp_path)
+    (tmp_path / LOCK).unlink()
+    keep_locked(tmp_path)
+    (tmp_path / LOCK).unlink()
+    (tmp_path / IDENTITY).write_text("the second, which has ended")
+    with pytest.raises(RunError, match="another run has begun in the folder"):
+        keep_locked(tmp_path)

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from saved_content import content_of
 from transformers import TrainerCallback, TrainingArguments, set_seed
@@ -512,6 +513,17 @@ def test_memory_that_the_run_has_taken_since_its_start_is_noticed_before_the_fir
     assert "checkpoints are written while training continues" in said
     assert said.count("note: from now on, saves are synchronous, because the copies take about") == 1
     assert problems(tmp_path / "checkpoint-4", hashes=True) == []
+
+
+@pytest.mark.parametrize(("limit", "share"), [("RLIMIT_FSIZE", 0.5), ("RLIMIT_AS", 1.0)])
+def test_limits_of_the_shell_count_as_a_lack_of_memory(
+    limit: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed, used = 2**20, int(psutil.Process().memory_info().vms)
+    limits = {getattr(resource, limit): int(share * needed) + used * (limit == "RLIMIT_AS")}
+    assert saves.lacking(needed) is None
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limits.get(which, resource.RLIM_INFINITY),) * 2)
+    assert str(saves.lacking(needed)).startswith("the copies take about 1 MiB")
 
 
 @pytest.mark.nightly

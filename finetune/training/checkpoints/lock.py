@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from finetune.errors import BusyError, RequestError, RunError
-from finetune.run.files import LOCK, SUPERVISION
+from finetune.run.files import IDENTITY, LOCK, SUPERVISION
 from finetune.run.supervised import own_attempt
 
 # The previous run's ranks may still be ending, or its host may have failed: an NFS server keeps a dead client's lock
@@ -22,6 +22,7 @@ POLL_SECONDS = 0.2
 OWNER_BYTES = 4096
 
 _held: dict[Path, tuple[int, str]] = {}  # of this process: file descriptor (closing it releases the lock), command
+_records: dict[Path, bytes] = {}  # what says whose run the folder holds, as it was while this process had the lock
 
 
 def lock_run_folder(
@@ -85,7 +86,7 @@ def refuse_supervised(folder: Path) -> None:
 
 def keep_locked(folder: Path) -> None:
     """Lock the folder again if its lock file was deleted under this run; does nothing without a lock. Raises RunError
-    if the folder is gone, or another run has locked it since."""
+    if the folder is gone, or another run has locked it or begun in it since."""
     path = folder.resolve() / LOCK
     if path not in _held:
         return
@@ -94,8 +95,12 @@ def keep_locked(folder: Path) -> None:
         is_there = os.path.samestat(os.fstat(handle), path.stat())
     except OSError as error:  # NFS says of a deleted file that its handle is stale; other errors may pass
         is_there = error.errno not in (errno.ENOENT, errno.ESTALE)
+    record = _record_in(path.parent)
     if is_there:
+        _records[path] = record
         return
+    if record and record != _records.get(path):
+        raise RunError(f"{path} was deleted under this run, and another run has begun in the folder. Nothing is saved.")
     with suppress(OSError):
         os.close(handle)
     del _held[path]
@@ -106,6 +111,12 @@ def keep_locked(folder: Path) -> None:
     except RequestError as error:
         raise RunError(f"{path} was deleted under this run. {error}") from error
     print(note or f"warning: {path} was deleted under this run, which has locked the folder again.", flush=True)
+
+
+def _record_in(folder: Path) -> bytes:
+    with suppress(OSError):
+        return (folder / IDENTITY).read_bytes()
+    return b""
 
 
 def is_missing(folder: Path, error: BaseException) -> bool:

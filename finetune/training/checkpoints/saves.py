@@ -4,6 +4,7 @@ continues (--async_save)."""
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import sys
 from collections.abc import Callable, Iterable
@@ -302,6 +303,11 @@ def obstacle(saves: Saves, needed: int) -> str | None:
 
 def lacking(needed: int) -> str | None:
     """Why a host cannot hold copies of `needed` bytes, or None."""
+    if 0 <= (most := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) < needed:
+        return (
+            f"the copies take about {needed / 2**20:,.0f} MiB, and a file, as which they are counted, may have "
+            f"{most / 2**20:,.0f} MiB (ulimit -f)"
+        )
     if needed > MEMORY_SHARE * (free := free_memory()):
         return (
             f"the copies take about {needed / 2**20:,.0f} MiB of this host's memory, of which {free / 2**20:,.0f} MiB "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,13 @@ def copied_bytes(trainer: Any, size: int, zero_stage: int | None) -> int:
 
 
 def free_memory() -> int:
-    """Bytes still available on this host and in this process's control groups, whichever is less."""
-    return min([int(psutil.virtual_memory().available), *(granted.free for granted in memory_granted())])
+    """Bytes still available on this host, in this process's control groups and in its address space (ulimit -v),
+    whichever is least."""
+    found = [int(psutil.virtual_memory().available), *(granted.free for granted in memory_granted())]
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if most != resource.RLIM_INFINITY:
+        found.append(max(0, most - int(psutil.Process().memory_info().vms)))
+    return min(found)
 
 
 def stage_bytes(counts: list[int], optim: str, has_momentum: bool, weights_only: bool) -> int:
