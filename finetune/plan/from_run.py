@@ -87,15 +87,23 @@ def job_of(
         return replace(job, optimizer=optimizer_of(run.value("optim"), None)), None, notes + [IN_HALF] * job.trains_half
     context = engine.context_of(run, flags, has_cuda=job.device == "cuda", is_here=False)
     loaded = engine.load_deepspeed(run, asked, context)
-    if Config(loaded.config).is_on("bf16.bf16_master_weights_and_grads"):
+    config = Config(loaded.config)
+    if config.is_on("bf16.bf16_master_weights_and_grads"):
         notes.append("bf16_master_weights_and_grads: masters and states are counted in fp32; the run takes less")
-    zero = read_zero(Config(loaded.config), model.hidden_size, run.value("max_grad_norm"), job.precision)
-    kind = DEEPSPEED if run.stages is None else PIPELINE
-    optimizer = optimizer_of(run.value("optim"), loaded.config)
-    beside = None if "nvme" in (zero.offload_optimizer, zero.offload_param) else job.saves_beside_from
-    job = replace(job, engine=kind, zero=zero, optimizer=optimizer, saves_beside_from=beside)
+    job = _under_deepspeed(job, run, config)
     check_shared(run, job)
     return job, loaded.config, [*notes, *loaded.notes]
+
+
+def _under_deepspeed(job: Job, run: Run, config: Config) -> Job:
+    zero = read_zero(config, job.model.hidden_size, run.value("max_grad_norm"), job.precision)
+    return replace(
+        job,
+        engine=DEEPSPEED if run.stages is None else PIPELINE,
+        zero=zero,
+        optimizer=optimizer_of(run.value("optim"), config.value),
+        saves_beside_from=None if "nvme" in (zero.offload_optimizer, zero.offload_param) else job.saves_beside_from,
+    )
 
 
 def _saves_beside_from(run: Run, device: str) -> int | None:

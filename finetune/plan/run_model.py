@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,12 +70,10 @@ def _likely_heads(run: Run) -> tuple[str, ...]:
         return (TAGS,)
     if not given:
         return (CAUSAL,)
-    config: dict[str, Any] = {}
-    try:
+    config, own = dict[str, Any](), CAUSAL
+    with suppress(RequestError):  # reported when the model is read
         config = _found(str(given)).config
         own = own_head(config, str(given))
-    except RequestError:  # reported when the model is read
-        own = CAUSAL
     heads = heads_of_kind(str(config.get("model_type")))
     if not heads:
         return (SEQ2SEQ if config.get("is_encoder_decoder") else CAUSAL,)
@@ -92,8 +91,7 @@ def _has_tagged_words(run: Run) -> bool:
 
 
 def run_of_record(folder: Path, launch: Launch) -> Run:
-    """The run that a run folder's recipe.yaml describes, with the model kept in the folder. Raises
-    RequestError."""
+    """The run that recipe.yaml in a run folder describes, with the model kept there. Raises RequestError."""
     return with_kept_model(described(["--config", str(folder / RUN_RECORD)], launch)[0], folder)
 
 
@@ -117,8 +115,7 @@ def model_of_run(run: Run, params_per_layer: int | None, notes: list[str], flag:
         return model_of(_as_scored(run, _scratch_config(run, notes)), "the model from scratch", head_of(run),
                         _attention(run))  # fmt: skip
     found = _found(str(given))
-    was_trained = run.source(flag) == KEPT
-    if run.task.refuses is not None and not was_trained and isinstance(found.config.get("model_type"), str):
+    if run.task.refuses is not None and run.source(flag) != KEPT and isinstance(found.config.get("model_type"), str):
         told = {"is_encoder_decoder": SEQ2SEQ in heads_of_kind(found.config["model_type"]), **found.config}
         run.task.refuses(told.get, run.said(flag))
     config = _as_scored(run, found.config)
@@ -133,8 +130,11 @@ def model_of_run(run: Run, params_per_layer: int | None, notes: list[str], flag:
     if kind in NO_TEXT and tokens_flag(run):
         raise RequestError(f"{run.said(flag)}: a {kind} reads no text. Plan it with --recipe image_cls.")
     is_other = head not in (None, *heads_of_kind(kind), VECTORS)
-    if kind not in KINDS or (is_other and kind not in NO_TEXT):
+    if kind not in KINDS:
         return _traced(config, run, found.name, notes)
+    if is_other and kind not in NO_TEXT and head != IMAGES:
+        with suppress(RequestError):  # transformers may have no such model
+            return _traced(config, run, found.name, notes)
     if is_other:
         notes.append(f"the head that {run.recipe.script} trains is not known for a {kind}; its own is counted")
         head = None

@@ -29,7 +29,7 @@ from finetune.errors import RunError
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.run.flags.guards import GuardArguments
 from finetune.run.launch import Launch
-from finetune.training.checkpoints import beside, saves, writer_process
+from finetune.training.checkpoints import beside, obstacles, saves, writer_process
 from finetune.training.checkpoints.manifest import checkpoints_in, problems
 from finetune.training.run_folder import explained_disk_errors
 from finetune.training.trainer import FinetuneTrainer
@@ -496,7 +496,7 @@ def test_auto_leaves_gpus_and_several_hosts_alone_and_a_run_on_cpus_is_asked_whe
     ):  # fmt: skip
         monkeypatch.setattr(saves, "read_launch", lambda hosts=hosts: Launch(world_size=hosts))
         trainer = SimpleNamespace(args=SimpleNamespace(device=SimpleNamespace(type=device)))
-        saved = SimpleNamespace(copied_bytes=lambda size: size)
+        saved = SimpleNamespace(copied_bytes=lambda size: size, obstacle=lambda: None)
         of = SimpleNamespace(trainer=trainer, saved=saved, expected_bytes=lambda: 2**40)
         saves.SavesBeside(of).choose(asked)
     said = capfd.readouterr().out.splitlines()
@@ -507,7 +507,7 @@ def test_memory_that_the_run_has_taken_since_its_start_is_noticed_before_the_fir
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     left = iter([2**40])
-    monkeypatch.setattr(saves, "free_memory", lambda: next(left, 1000))
+    monkeypatch.setattr(obstacles, "free_memory", lambda: next(left, 1000))
     train(tmp_path, "on")
     said = capfd.readouterr().out
     assert "checkpoints are written while training continues" in said
@@ -521,16 +521,16 @@ def test_limits_of_the_shell_count_as_a_lack_of_memory(
 ) -> None:
     needed, used = 2**20, int(psutil.Process().memory_info().vms)
     limits = {getattr(resource, limit): int(share * needed) + used * (limit == "RLIMIT_AS")}
-    assert saves.lacking(needed) is None
+    assert obstacles.lacking(needed) is None
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limits.get(which, resource.RLIM_INFINITY),) * 2)
-    assert str(saves.lacking(needed)).startswith("the copies take about 1 MiB")
+    assert str(obstacles.lacking(needed)).startswith("the copies take about 1 MiB")
 
 
 @pytest.mark.nightly
 def test_where_memory_lacks_each_save_is_finished_at_once_and_the_run_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(saves, "free_memory", lambda: 1000)
+    monkeypatch.setattr(obstacles, "free_memory", lambda: 1000)
     train(tmp_path, "on")
     said = capfd.readouterr().out
     assert "note: --async_save on: saves stay synchronous, because the copies take about" in said

@@ -3,8 +3,6 @@ continues (--async_save)."""
 
 from __future__ import annotations
 
-import os
-import resource
 import shutil
 import sys
 from collections.abc import Callable, Iterable
@@ -14,7 +12,6 @@ from typing import Any, Protocol
 
 import torch
 from transformers import TrainerCallback
-from transformers.integrations import get_reporting_integration_callbacks
 
 from finetune.errors import RunError, first_line
 from finetune.run.files import STATE_FILE
@@ -24,8 +21,9 @@ from finetune.training.checkpoints.atomic_folder import AtomicFolder
 from finetune.training.checkpoints.beside import Writer
 from finetune.training.checkpoints.final import note_place_of_best
 from finetune.training.checkpoints.manifest import Layout
+from finetune.training.checkpoints.obstacles import lacking, obstacle
 from finetune.training.checkpoints.rotation import Keeper
-from finetune.training.checkpoints.space import check_space, free_memory
+from finetune.training.checkpoints.space import check_space
 from finetune.training.checkpoints.writer_process import Job
 from finetune.training.checkpoints.writing import (
     About,
@@ -38,8 +36,6 @@ from finetune.training.checkpoints.writing import (
     ranks,
     together,
 )
-
-MEMORY_SHARE = 0.5  # of a host's free memory: the most that the copies may take
 
 
 class Saved(Protocol):
@@ -132,11 +128,11 @@ class SavesBeside(TrainerCallback):
         self.said.clear()
         if asked == "off" or self.writer is not None:
             return
-        size = self.saves.expected_bytes()
+        saved, args, size = self.saves.saved, self.saves.trainer.args, self.saves.expected_bytes()
         if asked == "auto" and (size < WORTH_BYTES or not self._is_tested()):
             return
-        copied = self.saves.saved.copied_bytes(size)
-        checks: tuple[Callable[[], str | None], ...] = (lambda: obstacle(self.saves, copied), self._start)
+        copied = saved.copied_bytes(size)
+        checks: tuple[Callable[[], str | None], ...] = (lambda: saved.obstacle() or obstacle(args, copied), self._start)
         for check in checks:
             if why := next(filter(None, every(check())), None):
                 self.close()
@@ -283,34 +279,3 @@ class SavesBeside(TrainerCallback):
     def _say(self, words: str) -> None:
         if leads():
             print(words, flush=True)
-
-
-def obstacle(saves: Saves, needed: int) -> str | None:
-    """Why checkpoints of which a host copies `needed` bytes cannot be written while training continues, or None."""
-    args = saves.trainer.args
-    if not hasattr(os, "memfd_create"):
-        return "this system has no memfd_create to hold the copies (Linux has)"
-    if args.save_on_each_node:
-        return "with --save_on_each_node, several ranks write files of the same name"
-    if why := saves.saved.obstacle():
-        return why
-    for kind in get_reporting_integration_callbacks(args.report_to):
-        own = "on_save" in vars(kind)
-        if own and (kind.__name__ != "WandbCallback" or os.environ.get("WANDB_LOG_MODEL") == "checkpoint"):
-            return f"{kind.__name__} may upload each checkpoint as it is saved"
-    return lacking(needed)
-
-
-def lacking(needed: int) -> str | None:
-    """Why a host cannot hold copies of `needed` bytes, or None."""
-    if 0 <= (most := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) < needed:
-        return (
-            f"the copies take about {needed / 2**20:,.0f} MiB, and a file, as which they are counted, may have "
-            f"{most / 2**20:,.0f} MiB (ulimit -f)"
-        )
-    if needed > MEMORY_SHARE * (free := free_memory()):
-        return (
-            f"the copies take about {needed / 2**20:,.0f} MiB of this host's memory, of which {free / 2**20:,.0f} MiB "
-            "are free, and they may take at most half of that"
-        )
-    return None
