@@ -154,9 +154,8 @@ def _recorded(
     model = on_meta(config, head, how, window)
     model.config.use_cache = caches  # as the Trainer sets it; a part with a config of its own keeps its cache
     layers = layers_of(model)
-    record(
-        model, layers.values(), head, points(head)[0]
-    )  # the first pass moves what the model keeps beside its weights
+    # The first pass moves what the model keeps beside its weights.
+    record(model, layers.values(), head, points(head)[0])
     found = next(filter(None, (_trace(model, layers.values(), head, unit) for unit in _units(model.config))), None)
     if found is None:
         raise RequestError(STEPS)

@@ -21,7 +21,7 @@ from finetune.plan.zero import read_zero
 from finetune.run import engine, facts
 from finetune.run.files import SENTENCE_SIZES
 from finetune.run.flags.experts import has_router_loss
-from finetune.run.flags.guards import WORTH_BYTES
+from finetune.run.flags.guards import saves_beside_from
 from finetune.run.reference import form_of_reference
 from finetune.run.run import Run
 
@@ -110,8 +110,7 @@ def _saves_beside_from(run: Run, device: str) -> int | None:
     """Ignores what a run finds only when it starts: too little memory, or a tracker that uploads checkpoints."""
     if run.value("save_strategy") == "no" or run.value("save_on_each_node"):
         return None
-    is_tested = device == "cpu" and run.launch.world_size == run.launch.local_world_size
-    return {"on": 0, "auto": WORTH_BYTES if is_tested else None}.get(run.value("async_save"))
+    return saves_beside_from(run.value("async_save"), device, run.launch)
 
 
 def _precision(run: Run, flags: dict[str, bool], machine: Machine, asked: str | None) -> str:

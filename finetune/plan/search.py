@@ -38,7 +38,17 @@ NOT_EVERYWHERE = (
 # In order of preference among equally fast ones: the simplest first. The toolkit has no tensor parallelism.
 # Pipelines go with ZeRO-1: DeepSpeed allows them with ZeRO-0 and -1 only
 # (runtime/pipe/engine.py, __init__), and the toolkit with -1, which is never worse.
-LAYOUTS = (TRAINER_ALONE, *"zero1 zero2 zero3 zeropp pipeline zero2_offload zero3_offload zero3_nvme".split())
+LAYOUTS = (
+    TRAINER_ALONE,
+    "zero1",
+    "zero2",
+    "zero3",
+    "zeropp",
+    "pipeline",
+    "zero2_offload",
+    "zero3_offload",
+    "zero3_nvme",
+)
 
 
 @dataclass(frozen=True)

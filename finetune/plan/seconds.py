@@ -147,7 +147,8 @@ def _exchange(job: Job, machine: Machine) -> float:
     total = 0.0
     for kind, ranks in zip(SENT, (job.sequence_parallel_size, job.expert_parallel_size), strict=True):
         if ranks > 1:
-            group, (ahead, back) = Group(ranks, min(job.ranks_per_node, ranks)), exchanges_of(_tape(job), kind)
+            group = Group(ranks, min(job.ranks_per_node, ranks))
+            ahead, back = exchanges_of(_tape(job), kind)
             total += sum(all_to_all(machine, size, group) for size in ahead + back)
     return total
 

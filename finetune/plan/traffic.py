@@ -171,7 +171,7 @@ class Network:
         )
         backward += self.scattered(played.reduced, 6)
         boundary = backward + self.to_host(self.zero.offload_optimizer != "none")
-        kept = [played.elements[name] for name in played.persistent] if self.ranks > 1 else []
+        kept = played.persistent if self.ranks > 1 else ()
         step = self.sent(all_gather, sum(kept) * self.size, len(kept))
         step += Flow(work=Work(0.0, SHARDED_PARAMETER * len(kept)))
         each = backward + self.added(self.ranks)

@@ -22,7 +22,7 @@ from finetune.shipped import RECIPES, as_typed, files
 
 TORCHRUN = ("torchrun", "torch.distributed.run")
 ACCELERATE = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli")
-LAUNCHER = re.compile(r"(python[0-9.]*|torchrun|deepspeed|accelerate(-launch)?)$")
+LAUNCHER = re.compile(r"python[0-9.]*|torchrun|deepspeed|accelerate(-launch)?")
 RANGE = re.compile(r"([0-9]{1,6}):([0-9]{1,6})")
 SET_HERE = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "max_restarts", "standalone")
 FOR_FIXED_HOSTS = ("node_rank", "master_addr", "master_port")
@@ -84,7 +84,7 @@ def read_command(words: Sequence[str]) -> Command:
             "`finetune supervise -- deepspeed --num_gpus 8 recipes/causal_lm.py --output_dir runs/mine`."
         )
     launcher, (script, *flags) = list(words[:place]), words[place:]
-    runs_here = all(LAUNCHER.match(Path(word).name) for word in launcher[:1])  # others may run it in a container
+    runs_here = not launcher or LAUNCHER.fullmatch(Path(launcher[0]).name)  # others may run it in a container
     if runs_here and not Path(script).is_file():
         raise RequestError(f"{script}: there is no such file.{or_meant(script, map(as_typed, files('*.py').values()))}")
     folder, resume, strategy, overwrites = _of_run(script, flags)

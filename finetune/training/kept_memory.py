@@ -57,13 +57,12 @@ class KeptMemory(TrainerCallback):
             self.give_back()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.libc is not None:
-            self.give_back()
+        self.give_back()
 
     def give_back(self) -> None:
-        assert self.libc is not None
-        self.libc.malloc_trim(0)
-        self.settling = SETTLING_STEPS
+        if self.libc is not None:
+            self.libc.malloc_trim(0)
+            self.settling = SETTLING_STEPS
 
 
 def own_bytes() -> int:

@@ -215,7 +215,7 @@ def test_a_disk_that_fails_for_a_while_does_not_cost_the_lock(
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     lock_run_folder(tmp_path, "mine")
-    (handle,) = (handle for path, (handle, _) in lock._held.items() if path.parent == tmp_path.resolve())
+    (handle,) = (held.handle for path, held in lock._held.items() if path.parent == tmp_path.resolve())
     with monkeypatch.context() as broken:
         broken.setattr(Path, "stat", fails)
         keep_locked(tmp_path)

@@ -27,6 +27,7 @@ from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from finetune.errors import RunError
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
+from finetune.run.flags import guards
 from finetune.run.flags.guards import GuardArguments
 from finetune.run.launch import Launch
 from finetune.training.checkpoints import beside, obstacles, saves, writer_process
@@ -481,7 +482,7 @@ def test_auto_is_for_checkpoints_that_are_worth_it(
 ) -> None:
     said = []
     for worth in (2**40, 0):
-        monkeypatch.setattr(saves, "WORTH_BYTES", worth)
+        monkeypatch.setattr(guards, "WORTH_BYTES", worth)
         train(tmp_path / str(worth), "auto")
         said.append("while training continues (--async_save auto)" in capfd.readouterr().out)
     assert said == [False, True]

@@ -65,7 +65,8 @@ class Fsdp(Resident):
         self.pieces = {tensor.name: math.prod(piece(tensor.shape, self.ranks)) for tensor in self.weights.tensors}
         self.groups: dict[str, Group] = {}
         for name, key in self.group_of.items():
-            group, padded = self.groups.setdefault(key, Group([], key in (TAIL, ROOT))), self.pieces[name] * self.ranks
+            group = self.groups.setdefault(key, Group([], key in (TAIL, ROOT)))
+            padded = self.pieces[name] * self.ranks
             group.names.append(name)
             group.elements += padded
             group.trained += padded * (name in self.trains)

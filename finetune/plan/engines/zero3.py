@@ -230,9 +230,18 @@ class Zero3(Resident):
         self.second.clear()
 
 
-def gathers(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Zero3:
-    """The engine after one micro-batch, with what it gathered and reduced, forward and backward. Cached by the settings
-    that matter, so layouts that gather alike are simulated once."""
+@dataclass(frozen=True)
+class Played:
+    """What one micro-batch has gathered, forward and backward. `reduced`: buckets of gradients; `persistent`: elements
+    of each parameter that stays whole."""
+
+    gathers: tuple[Gather, ...]
+    reduced: int
+    persistent: tuple[int, ...]
+
+
+def gathers(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Played:
+    """Cached by the settings that matter, so layouts that gather alike are simulated once."""
     hangs_on = Zero(stage=3, reduce_bucket_size=zero.reduce_bucket_size, max_reuse_distance=zero.max_reuse_distance,
                     prefetch_bucket_size=zero.prefetch_bucket_size, max_live_parameters=zero.max_live_parameters,
                     persistence_threshold=zero.persistence_threshold)  # fmt: skip
@@ -240,7 +249,7 @@ def gathers(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Zero3:
 
 
 @lru_cache(maxsize=128)
-def _played(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Zero3:
+def _played(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Played:
     ledger = Ledger()
     layout = Zero3(weights, zero, Optimizer("sgd"), ranks, 0, ledger)
     layout.hold(ledger)
@@ -250,4 +259,5 @@ def _played(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Zero3:
     passed.forward()
     passed.backward()
     layout.end(ledger)
-    return layout
+    kept = tuple(layout.elements[name] for name in sorted(layout.persistent))
+    return Played(tuple(layout.gathers), layout.reduced, kept)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from finetune.run.flag import AT_LEAST_ONE, NOT_NEGATIVE, Range, flag
 from finetune.run.flags.compression import KEEPS_ERRORS
+from finetune.run.launch import Launch
 from finetune.run.on_resume import APPLIED, GOES_ON
 
 if TYPE_CHECKING:
@@ -55,6 +56,13 @@ class GuardArguments:
         GOES_ON,
         choices=SAVES,
     )
+
+
+def saves_beside_from(asked: str, device: str, launch: Launch) -> int | None:
+    """Bytes from which a checkpoint is written while training continues, by the value of --async_save; None: never.
+    `auto` leaves out what has not been tested: copies from GPUs, and ranks on several hosts."""
+    is_tested = device == "cpu" and launch.world_size == launch.local_world_size
+    return {"on": 0, "auto": WORTH_BYTES if is_tested else None}.get(asked)
 
 
 def guard_faults(run: Run) -> Iterator[str]:

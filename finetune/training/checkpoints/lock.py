@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.errors import BusyError, RequestError, RunError
@@ -21,8 +22,18 @@ RESUMED_WAITS_SECONDS = 120.0
 POLL_SECONDS = 0.2
 OWNER_BYTES = 4096
 
-_held: dict[Path, tuple[int, str]] = {}  # of this process: file descriptor (closing it releases the lock), command
-_records: dict[Path, bytes] = {}  # what says whose run the folder holds, as it was while this process had the lock
+
+@dataclass
+class _Lock:
+    """`handle`: a file descriptor; closing it releases the lock. `record`: what says whose run the folder holds, as it
+    was while this process had the lock; empty until it is read."""
+
+    handle: int
+    command: str
+    record: bytes = b""
+
+
+_held: dict[Path, _Lock] = {}  # by this process
 
 
 def lock_run_folder(
@@ -58,7 +69,7 @@ def lock_run_folder(
             return f"note: {folder} cannot be locked ({error.strerror}). Make sure that no other run writes there."
     if not _held:
         os.register_at_fork(after_in_child=give_up_locks)  # a data loader worker may outlive its rank
-    _held[path] = handle, command
+    _held[path] = _Lock(handle, command)
     record = {"host": socket.gethostname(), "pid": os.getpid(), "command": command}
     record["started"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     with suppress(OSError):  # disk full: the lock is held all the same
@@ -90,26 +101,27 @@ def keep_locked(folder: Path) -> None:
     path = folder.resolve() / LOCK
     if path not in _held:
         return
-    handle, command = _held[path]
+    lock = _held[path]
     try:
-        is_there = os.path.samestat(os.fstat(handle), path.stat())
+        is_there = os.path.samestat(os.fstat(lock.handle), path.stat())
     except OSError as error:  # NFS says of a deleted file that its handle is stale; other errors may pass
         is_there = error.errno not in (errno.ENOENT, errno.ESTALE)
-    record = _record_in(path.parent)
     if is_there:
-        _records[path] = record
+        lock.record = lock.record or _record_in(path.parent)
         return
-    if record and record != _records.get(path):
+    if _record_in(path.parent) not in (b"", lock.record):
         raise RunError(f"{path} was deleted under this run, and another run has begun in the folder. Nothing is saved.")
     with suppress(OSError):
-        os.close(handle)
+        os.close(lock.handle)
     del _held[path]
     try:
-        note = lock_run_folder(folder, command)
+        note = lock_run_folder(folder, lock.command)
     except FileNotFoundError as error:
         raise gone(folder) from error
     except RequestError as error:
         raise RunError(f"{path} was deleted under this run. {error}") from error
+    if path in _held:
+        _held[path].record = lock.record
     print(note or f"warning: {path} was deleted under this run, which has locked the folder again.", flush=True)
 
 
@@ -135,9 +147,9 @@ def gone(folder: Path) -> RunError:
 def give_up_locks() -> None:
     """Close the file descriptors: in a forked child, which does not release the parent's locks, or after a run whose
     process continues."""
-    for handle, _ in _held.values():
+    for lock in _held.values():
         with suppress(OSError):
-            os.close(handle)
+            os.close(lock.handle)
     _held.clear()
 
 

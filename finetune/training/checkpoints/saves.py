@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from finetune.errors import RunError, first_line
 from finetune.run.files import STATE_FILE
-from finetune.run.flags.guards import WORTH_BYTES
+from finetune.run.flags.guards import saves_beside_from
 from finetune.run.launch import read_launch
 from finetune.training.checkpoints.atomic_folder import AtomicFolder
 from finetune.training.checkpoints.beside import Writer
@@ -126,27 +126,25 @@ class SavesBeside(TrainerCallback):
     def choose(self, asked: str) -> None:
         """Called before the first step with the flag's value; rank 0 prints the outcome."""
         self.said.clear()
-        if asked == "off" or self.writer is not None:
+        saved, args = self.saves.saved, self.saves.trainer.args
+        least = saves_beside_from(asked, args.device.type, read_launch())
+        if self.writer is not None or least is None or (size := self.saves.expected_bytes()) < least:
             return
-        saved, args, size = self.saves.saved, self.saves.trainer.args, self.saves.expected_bytes()
-        if asked == "auto" and (size < WORTH_BYTES or not self._is_tested()):
+        copied, stay = saved.copied_bytes(size), f"--async_save {asked}: saves stay synchronous"
+        if self._ends(saved.obstacle() or obstacle(args, copied), stay) or self._ends(self._start(), stay):
             return
-        copied = saved.copied_bytes(size)
-        checks: tuple[Callable[[], str | None], ...] = (lambda: saved.obstacle() or obstacle(args, copied), self._start)
-        for check in checks:
-            if why := next(filter(None, every(check())), None):
-                self.close()
-                self._say(f"note: --async_save {asked}: saves stay synchronous, because {why}.")
-                return
         self._say(
             f"checkpoints are written while training continues (--async_save {asked}): a copy stays in host memory, "
             f"about {copied / 2**20:,.0f} MiB where it is largest"
         )
 
-    def _is_tested(self) -> bool:
-        """Not yet: copies from GPUs, and ranks on several hosts."""
-        launch = read_launch()
-        return self.saves.trainer.args.device.type == "cpu" and launch.world_size == launch.local_world_size
+    def _ends(self, why: str | None, what: str) -> bool:
+        """Whether any rank has a reason against asynchronous saves; then they end, and rank 0 says what, and why."""
+        found = next(filter(None, every(why)), None)
+        if found:
+            self.close()
+            self._say(f"note: {what}, because {found}.")
+        return found is not None
 
     def of(self, about: About) -> SavesBeside | None:
         """The object that finishes the next checkpoint, or None if the ranks do so themselves."""
@@ -155,9 +153,7 @@ class SavesBeside(TrainerCallback):
             self.said.add("first")
             # Since the run started, it has taken memory for gradients, optimizer states and activations.
             copied = self.saves.saved.copied_bytes(self.saves.expected_bytes())
-            if why := next(filter(None, every(lacking(copied))), None):
-                self.close()
-                self._say(f"note: from now on, saves are synchronous, because {why}.")
+            self._ends(lacking(copied), "from now on, saves are synchronous")
         return self if self.writer is not None else None
 
     def begin(self, place: Path) -> None:
