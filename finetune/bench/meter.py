@@ -53,8 +53,6 @@ class Meter(Watch):
         super().on_step_end(args, state, control, **kwargs)
         if state.global_step == OBSERVED_STEPS:
             self._sampler.stop()
-        if state.global_step == OBSERVED_STEPS + self.warm_steps and self.on_gpu:
-            torch.cuda.reset_peak_memory_stats()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:

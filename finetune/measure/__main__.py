@@ -57,7 +57,8 @@ def main(run: Run) -> None:
     memory.__enter__()  # Watch exits it
     set_seed(training.seed)
     run_it = _pipeline if is_pipeline else _trainer
-    run_it(session, config, data, watch)
+    with training.device:  # where weights are filled the fastest
+        run_it(session, config, data, watch)
     _write(session, trial, watch)
 
 
@@ -87,6 +88,7 @@ def _write(session: Session, trial: TrialArguments, watch: Watch) -> None:
         "step_peaks_bytes": watch.settled_peaks,
         "seconds": watch.seconds,
         "bounds": watch.bounds,
+        **watch.allocator,
     }
     folder = Path(trial.result_dir)
     folder.mkdir(parents=True, exist_ok=True)

@@ -4,9 +4,8 @@
         ...                      # whatever allocates
     memory.live, memory.peak     # bytes
 
-It sees every operator that torch dispatches, including those of backward passes, of optimizers, and inside torch's
-chunked cross entropy. It does not see temporary memory inside a kernel, or an allocator's blocks and gaps: RSS and a
-GPU's `memory_reserved` are larger.
+It sees every operator that torch dispatches, including those of backward passes and of optimizers. It does not see
+temporary memory inside a kernel, or an allocator's blocks and gaps: RSS and a GPU's `memory_reserved` are larger.
 """
 
 from __future__ import annotations
@@ -20,10 +19,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
-# The namespace of the custom operators in torch 2.13's nn/modules/linear_cross_entropy.py. A mode does not see inside a
-# custom operator, unless the mode is entered again and the operator redispatched to its kernel.
-IN_PYTHON = "torch_nn"
-
 
 class Allocations(TorchDispatchMode):  # type: ignore[misc]
     """Counts the storages created on `device` while it is active, each until it is freed, even if that is later. The
@@ -32,7 +27,6 @@ class Allocations(TorchDispatchMode):  # type: ignore[misc]
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()
         self.device = device
-        self._kernel = getattr(torch._C.DispatchKey, {"meta": "Meta"}.get(device, device.upper()))
         self.live = 0
         self.phase = "start"
         self.peaks: dict[str, int] = {}
@@ -56,19 +50,12 @@ class Allocations(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind is not torch.Tensor and hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # FSDP's DTensor: its operators on the wrapped tensors arrive here one by one
-        made = self._run(function, args, kwargs or {})
+        made = function(*args, **(kwargs or {}))
         self._resize()
         for value in tree_iter(made):
             if isinstance(value, torch.Tensor) and value.device.type == self.device:
                 self._add(value, str(function))
         return made
-
-    def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Runs the operator; sees inside those that torch implements in Python, where chunked losses make logits."""
-        if function.namespace != IN_PYTHON:
-            return function(*args, **kwargs)
-        with self:
-            return function.redispatch(torch._C.DispatchKeySet(self._kernel), *args, **kwargs)
 
     def _resize(self) -> None:
         """FSDP allocates and frees gathered weights by resizing their storage, which no operator shows (torch 2.13,

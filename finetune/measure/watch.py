@@ -61,6 +61,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
                 self.memory.__exit__(None, None, None)
         elif state.global_step > OBSERVED_STEPS + self.warm_steps:
             self.seconds.append(time.perf_counter() - self.begun)
+        if self.on_gpu and state.global_step == OBSERVED_STEPS + self.warm_steps:
+            torch.cuda.reset_peak_memory_stats()
 
     def follow(self, model: Any) -> None:
         """Set `memory.phase` to the phases of a step of `model`."""
@@ -76,6 +78,19 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         model.register_forward_hook(to("backward"))
         register_optimizer_step_pre_hook(to("optimizer"))
         register_optimizer_step_post_hook(to("gather"))
+
+    @property
+    def allocator(self) -> dict[str, int]:
+        """Bytes at the peak of the timed steps by CUDA's allocator: of tensors, and of the blocks that it has reserved
+        for them; and what is used of the GPU now, by all of its processes. Empty on a CPU."""
+        if not self.on_gpu:
+            return {}
+        free, total = torch.cuda.mem_get_info()
+        return {
+            "allocated_bytes": int(torch.cuda.max_memory_allocated()),
+            "reserved_bytes": int(torch.cuda.max_memory_reserved()),
+            "device_bytes": int(total - free),
+        }
 
     @property
     def on_gpu(self) -> bool:

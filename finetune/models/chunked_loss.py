@@ -1,8 +1,10 @@
 """Cross entropy without the full logits: the head of a causal LM returns the loss, computed a chunk of rows at a time.
 
-With a vocabulary of 50,000, the logits of a batch take more memory than the model. torch 2.13 has the chunked
-computation (`torch.nn.functional.linear_cross_entropy`); this module puts it where any Hugging Face model calls its
-head, so that ZeRO-3, FSDP and DDP see the weight used by the module that owns it.
+With a vocabulary of 50,000, the logits of a batch take more memory than the model. The chunked loss is put where any
+Hugging Face model calls its head, so that ZeRO-3, FSDP and DDP see the weight used by the module that owns it.
+
+torch 2.13 has `torch.nn.functional.linear_cross_entropy`, which older releases lack. In half precision it rounds the
+summed loss to half precision; of single losses it computes all logits a second time for the gradients.
 """
 
 from __future__ import annotations
@@ -21,27 +23,17 @@ from finetune.models.probes import small_copy, tried
 from finetune.run.facts import loss_chunk_tokens
 
 PROBE_VOCABULARY = 16
+SCORED_PARTS = 4  # of a chunk, whose logits in fp32 exist one after the other
 
 
 def choose_chunk_tokens(asked: int | None, model: Any, device: str, changes: Mapping[str, Any] | None = None) -> int:
-    """Rows of logits per chunk; 0 for all at once. If this torch or the model, with `changes` to its config, does not
-    support chunks, raises RequestError when they were `asked` for, and else returns 0."""
-    chunk = chunk_tokens_of(asked, model.config.get_text_config().vocab_size, device)
+    """Rows of logits per chunk; 0 for all at once. If the model, with `changes` to its config, does not support chunks,
+    raises RequestError when they were `asked` for, and else returns 0."""
+    chunk = loss_chunk_tokens(asked, model.config.get_text_config().vocab_size, device)
     reason = tried(model, refusal, changes) if chunk else None
     if reason and asked:
         raise RequestError(f"--loss_chunk_tokens {asked}: {reason}. Set it to 0.")
     return 0 if reason else chunk
-
-
-def chunk_tokens_of(asked: int | None, vocab_size: int, device: str) -> int:
-    """The same for a model whose head and loss are known to allow it. Raises RequestError if this torch does not."""
-    can = hasattr(nn.functional, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions")
-    if asked and not can:
-        raise RequestError(
-            f"--loss_chunk_tokens {asked} needs torch 2.13 or newer, and this is {torch.__version__}. Leave it out, or "
-            "on a GPU use --use_liger_kernel True."
-        )
-    return loss_chunk_tokens(asked, vocab_size, device) if can else 0
 
 
 class LossHead(nn.Linear):
@@ -61,41 +53,24 @@ class LossHead(nn.Linear):
         rows, targets = x.reshape(-1, x.shape[-1]), self.targets.reshape(-1).to(x.device)
         weight, bias = self.weight, self.bias
         if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            rows, weight, bias = rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+            rows = rows.to(torch.get_autocast_dtype(x.device.type))
+        if self.trains_on_sum and torch.is_grad_enabled():
+            total, losses = _SumAndLosses.apply(rows, weight, bias, targets, self.chunk_tokens)
+            if self.keeps_losses:
+                self.losses = losses
+            items = (targets != IGNORED).sum() if self.items is None else self.items
+            return total / (items.clamp(min=1) if isinstance(items, torch.Tensor) else max(items, 1))
+        weight, bias = weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype)
         if self.by_token:
             return self._figures_of_tokens(rows, weight, bias, targets)
         if not torch.is_grad_enabled():
             return self._row_sums(rows, weight, bias, targets)
-        if self.lesson is not None:
-            given: torch.Tensor = self.lesson(rows, weight, bias, targets, self.items, self.chunk_tokens)
-            return given
-        # In bf16 the sum itself is bf16 and off by up to 2% (torch 2.13, linear_cross_entropy.py, where output_dtype
-        # is chosen), so request unreduced losses and sum them in fp32. For fp32 inputs that would only cost time.
-        half = rows.dtype in (torch.bfloat16, torch.float16)
-        items = (targets != IGNORED).sum() if self.items is None else self.items
-        divisor = items.clamp(min=1) if isinstance(items, torch.Tensor) else max(items, 1)
-        if self.keeps_losses and not half:
-            total, self.losses = _SumAndLosses.apply(rows, weight, bias, targets, self.chunk_tokens)
-            return total / divisor
-        options = nn.LinearCrossEntropyOptions(
-            batch_chunk_size=self.chunk_tokens,
-            chunking_method=None,
-            acc_policy="compact",  # fastest and smallest in bf16, with gradients as close to fp32 as the others'
-            allow_retain_graph=torch.compiler.is_compiling(),  # without it a warning breaks the compiled graph
-        )
-        losses = nn.functional.linear_cross_entropy(
-            rows,
-            weight,
-            targets,
-            linear_bias=bias,
-            reduction="none" if half else "sum",
-            ignore_index=IGNORED,
-            options=options,
-        )
-        if self.keeps_losses:
-            self.losses = losses.detach()
-        return losses.float().sum() / divisor
+        given: torch.Tensor = self.lesson(rows, weight, bias, targets, self.items, self.chunk_tokens)
+        return given
+
+    @property
+    def trains_on_sum(self) -> bool:
+        return not self.by_token and self.lesson is None
 
     def _row_sums(self, rows: Any, weight: Any, bias: Any, targets: Any) -> torch.Tensor:
         """For evaluation: the loss, correct predictions and targets of each row of the batch, (B, 3)."""
@@ -118,40 +93,58 @@ class LossHead(nn.Linear):
 
 
 class _SumAndLosses(torch.autograd.Function):
-    """The sum of the losses of `rows` (N, hidden size), and each loss (N,), 0 where there is no target. Gradients are
-    computed in the forward pass, a chunk at a time, as by torch's own operator for a sum, which does not return the
-    losses; the one that returns them computes all logits twice."""
+    """The summed loss of `rows` (N, hidden size), and each loss (N,), 0 where there is no target; both in fp32. `rows`
+    have the precision of the products. Gradients are computed in the forward pass, a chunk at a time, so that logits
+    are computed only once; a second backward pass is not possible."""
 
     @staticmethod
     def forward(
         ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, chunk: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        given = (rows, weight, bias)
-        made = [torch.zeros_like(x) if w else None for x, w in zip(given, ctx.needs_input_grad, strict=False)]
-        of_rows, of_weight, of_bias = made
-        losses = rows.new_zeros(len(rows))
+        of_rows, of_weight, of_bias = ctx.made = [
+            _zeros_for_sums(x) if x is not None and needed else None
+            for x, needed in zip((rows, weight, bias), ctx.needs_input_grad, strict=False)
+        ]
+        losses = rows.new_zeros(len(rows), dtype=torch.float32)
+        weight, bias = weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype)
         for start in range(0, len(rows), chunk):
-            some = slice(start, start + chunk)
-            ignored = targets[some] == IGNORED
-            wanted = targets[some].clamp(min=0)[:, None]
-            logits = nn.functional.linear(rows[some], weight, bias)
-            logits -= logits.logsumexp(-1, keepdim=True)
-            losses[some] = -logits.gather(1, wanted)[:, 0].masked_fill(ignored, 0.0)
-            excess = logits.exp_().scatter_add_(1, wanted, -torch.ones_like(wanted, dtype=logits.dtype))
-            excess.masked_fill_(ignored[:, None], 0.0)
+            some, wanted, into = (x[start : start + chunk] for x in (rows, targets, losses))
+            logits = nn.functional.linear(some, weight, bias)
+            _score(logits, wanted, into, -(-chunk // SCORED_PARTS))
+            keep = (wanted != IGNORED).to(rows.dtype)[:, None]
             if of_rows is not None:
-                of_rows[some] = excess @ weight
-            if of_weight is not None:
-                of_weight.addmm_(excess.T, rows[some])
+                of_rows[start : start + chunk] = (logits @ weight) * keep
+            if of_weight is not None and of_weight.dtype == rows.dtype:
+                of_weight.addmm_(logits.T, some * keep)
+            elif of_weight is not None:
+                of_weight += logits.T @ (some * keep)
             if of_bias is not None:
-                of_bias += excess.sum(0)
-        ctx.save_for_backward(*made)
+                of_bias += (keep.T @ logits)[0]
+            del logits  # before the next chunk's exist
         ctx.mark_non_differentiable(losses)
         return losses.sum(), losses
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        return (*(None if one is None else one * upstream[0] for one in ctx.saved_tensors), None, None)
+        made, ctx.made = ctx.made, None
+        return (*(None if one is None else one.mul_(upstream[0]) for one in made), None, None)
+
+
+def _score(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, at_once: int) -> None:
+    """Put the losses of `logits` (N, V) into `losses` (N,), and their gradients in place of `logits`; those of rows
+    without a target are meaningless. All is computed in fp32, for `at_once` rows at a time."""
+    for some, wanted, into in zip(*(x.split(at_once) for x in (logits, targets, losses)), strict=True):
+        place = wanted.clamp(min=0)[:, None]
+        scores = some.log_softmax(-1, dtype=torch.float32)
+        of_target = scores.gather(1, place)
+        into.copy_(-of_target[:, 0].masked_fill(wanted == IGNORED, 0.0))
+        torch.exp(scores, out=some).scatter_(1, place, of_target.expm1().to(some.dtype))
+        del scores
+
+
+def _zeros_for_sums(x: torch.Tensor) -> torch.Tensor:
+    """In fp16 a sum over many rows might overflow; autograd turns gradients into the precision of `x`."""
+    return torch.zeros_like(x, dtype=torch.float32 if x.dtype == torch.float16 else x.dtype)
 
 
 def _figures(rows: torch.Tensor, weight: Any, bias: Any, targets: torch.Tensor) -> torch.Tensor:

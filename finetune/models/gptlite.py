@@ -193,21 +193,18 @@ class GPTLiteModel(GPTLitePreTrainedModel):
         x = self.embeddings.tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
-        is_plain = attention_mask is None or attention_mask.dim() < 4  # else texts share a row, each with own positions
-        if is_plain and past + x.shape[1] > self.config.max_position_embeddings:
+        is_alone = attention_mask is None or attention_mask.dim() < 4  # else texts share a row, each with own positions
+        if is_alone and past + x.shape[1] > self.config.max_position_embeddings:
             raise ValueError(
                 f"{past + x.shape[1]} tokens, but this GPT-lite has {self.config.max_position_embeddings} positions "
                 "(max_position_embeddings): give it fewer."
             )
         # Pass on only positions that the caller gave: without any the mask is known to be plain causal, so attention
-        # runs its causal kernel without a mask, even in a compiled graph, and without a device synchronization.
-        mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=x,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
-        )
+        # runs its causal kernel without a mask, and without a device synchronization. Before torch 2.13 transformers
+        # does make a mask in a compiled graph (5.23, masking_utils.py, _ignore_causal_mask_sdpa).
+        given = {"attention_mask": attention_mask, "past_key_values": past_key_values, "position_ids": position_ids}
+        is_plain = self.config._attn_implementation == "sdpa" and all(one is None for one in given.values())
+        mask = None if is_plain else create_causal_mask(config=self.config, inputs_embeds=x, **given)
         if use_cache and past_key_values is None:
             # After the mask: with a cache, it does not support packed rows.
             past_key_values = DynamicCache(config=self.config)

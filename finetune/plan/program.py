@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from finetune.plan.tape import Tape
-from finetune.plan.values import Op, Segment, Slot, Storage, Value
+from finetune.plan.values import CHUNKED_LOSS, Op, Segment, Slot, Storage, Value
 
 ACTIVATIONS, GRADIENTS_FLOW, TEMPORARY = "activations", "activation_gradients", "temporary"
 
@@ -202,11 +202,12 @@ class _Player:
             self.alive.add(storage)
             self.log.take(ACTIVATIONS, storage.bytes, "given")
 
-    def _release(self, storage: Storage) -> None:
-        self.saved[storage] -= 1
-        if not self.saved[storage]:
-            del self.saved[storage]
-            self._free(storage, storage.copies)
+    def _release(self, *storages: Storage) -> None:
+        for storage in storages:
+            self.saved[storage] -= 1
+            if not self.saved[storage]:
+                del self.saved[storage]
+                self._free(storage, storage.copies)
 
     def _free(self, storage: Storage, times: int = 1) -> None:
         self.alive.discard(storage)
@@ -230,8 +231,7 @@ class _Player:
                 again = False
             self._back(op, place)
         if segment.recomputed:
-            for value in segment.entry:
-                self._release(value.storage)
+            self._release(*(value.storage for value in segment.entry))
 
     def _again(self, segment: Segment, stop: int) -> None:
         """Recomputes a segment's forward pass, now saving, until everything needed is there
@@ -251,11 +251,12 @@ class _Player:
     def _back(self, op: Op, place: int) -> None:
         arrived = [self.gradients.pop(value.slot) for value in op.outputs if value.slot in self.gradients]
         if not arrived:
-            for storage in op.saved:
-                self._release(storage)
+            self._release(*op.saved)
             return
         if op.module:
             self.log.step_in(Kind.BEFORE, place)
+        before, after = (op.saved, ()) if op.name == CHUNKED_LOSS else ((), op.saved)  # it becomes the gradients
+        self._release(*before)
         made: list[tuple[Slot, _Gradient]] = []
         for value in op.inputs:
             if not value.needs_grad:
@@ -272,8 +273,7 @@ class _Player:
         self.log.passing(op.scratch_back, op.name)
         for gradient in arrived:
             self._let_go(gradient)
-        for storage in op.saved:
-            self._release(storage)
+        self._release(*after)
         if trains:
             self.log.step_in(Kind.HANDED_ON, place)
         if op.module:

@@ -12,7 +12,7 @@ ATTENTION, FLASH_ATTENTION_2 = "attention", "flash_attention_2"  # fused, by tor
 # Exchanges of neighbors: tokens for heads, if they share texts; tokens for what experts make of them.
 SENT = ALL_TO_ALL, DISPATCH = "all_to_all", "dispatch"
 TILED_MLP = "tiled_mlp"
-CHUNKED_LOSS = "linear_cross_entropy"  # an operator that moves bytes besides its products
+CHUNKED_LOSS = "chunked_loss"  # an operator that moves bytes besides its products
 
 
 @dataclass(frozen=True)

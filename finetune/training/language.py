@@ -6,7 +6,7 @@ from typing import Any
 
 from finetune.models.adapters import check_adapter, check_expert_adapter, kept_as, with_adapter
 from finetune.models.causal import CausalSource, build_causal_lm, find_causal_source, settled_config
-from finetune.models.chunked_loss import choose_chunk_tokens, chunk_tokens_of, use_chunked_loss
+from finetune.models.chunked_loss import choose_chunk_tokens, use_chunked_loss
 from finetune.models.expert_parallel import check_expert_parallel
 from finetune.models.experts import ASKED
 from finetune.models.gptlite_pipeline import check_gptlite, gptlite_pipeline, pipeline_layers
@@ -14,6 +14,7 @@ from finetune.models.pipeline import PipelineModel
 from finetune.models.probes import check_document_mask, check_sequence_parallel
 from finetune.models.source import positions_of
 from finetune.models.tiled_mlp import choose_tiled_mlp, use_tiled_mlp
+from finetune.run.facts import loss_chunk_tokens
 from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.experts import ExpertArguments
 from finetune.run.flags.language import BlockArguments, CausalModelArguments, SampleArguments
@@ -87,7 +88,7 @@ def language_pipeline(session: Session, source: CausalSource, data: Any) -> Pipe
     _check(session, source, data)
     arguments = session[CausalModelArguments]
     config = settled_config(arguments, source, data.tokenizer)
-    chunk = chunk_tokens_of(arguments.loss_chunk_tokens, config.vocab_size, session.training.device.type)
+    chunk = loss_chunk_tokens(arguments.loss_chunk_tokens, config.vocab_size, session.training.device.type)
     asked, tiles = session[ExpertArguments].router_aux_loss_coef, session[TileArguments].tiled_mlp_num_shards
     model = gptlite_pipeline(config, None if source.pretrained else session.training.seed, chunk, asked, tiles)
     if model.mixture is not None:

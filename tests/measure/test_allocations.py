@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from torch import nn
 
 from finetune.measure.memory import Allocations
 
@@ -56,24 +54,3 @@ def test_tensors_that_were_there_before_are_counted_on_demand() -> None:
         counted = memory.live
         del before
         assert counted - memory.live == 123_457 * 4
-
-
-@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="this torch has no chunked cross entropy")
-def test_the_logits_of_a_chunked_loss_are_seen_and_its_figures_are_the_same() -> None:
-    """32 rows of 1,000 logits at a time, which an operator of torch's own makes and gives back."""
-    options = nn.LinearCrossEntropyOptions(batch_chunk_size=32, chunking_method=None, acc_policy="compact")
-    start, targets = torch.randn(1000, 16), torch.arange(64)
-    rows = torch.randn(64, 16)
-
-    def gradient() -> tuple[torch.Tensor, torch.Tensor]:
-        weight = start.clone().requires_grad_()
-        loss = nn.functional.linear_cross_entropy(rows.clone(), weight, targets, reduction="sum", options=options)
-        return weight, torch.autograd.grad(loss, weight)[0]
-
-    expected = gradient()
-    with Allocations() as memory:
-        found = gradient()
-    assert torch.equal(found[1], expected[1])
-    of_weight, of_chunk = 4 * 1000 * 16, 4 * 32 * 1000
-    assert memory.live == 2 * of_weight  # and its gradient
-    assert of_chunk + 2 * of_weight <= memory.peak < 2 * of_chunk + 2 * of_weight

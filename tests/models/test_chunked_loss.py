@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from finetune.errors import RequestError
+from finetune.measure.memory import Allocations
 from finetune.models.chunked_loss import IGNORED, LossHead, choose_chunk_tokens, row_figures, use_chunked_loss
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 
@@ -120,7 +121,7 @@ def test_bf16_autocast_gives_the_loss_of_bf16_logits() -> None:
 
 
 def test_in_bf16_the_loss_is_as_near_to_fp32_as_with_full_logits() -> None:
-    """torch's own sum over chunks is kept in bf16, and off by up to 2%."""
+    """Logits in bf16 are turned into losses in fp32."""
     torch.manual_seed(0)
     model = gptlite()
     batch = {"input_ids": torch.randint(VOCABULARY, (64, 24))}
@@ -136,6 +137,31 @@ def test_in_bf16_the_loss_is_as_near_to_fp32_as_with_full_logits() -> None:
     assert chunked.item() == pytest.approx(exact.item(), rel=5e-4)
     for name, parameter in model.named_parameters():
         assert (parameter.grad - wanted[name]).norm() < 0.02 * wanted[name].norm(), name
+
+
+def test_no_more_logits_than_a_chunk_exist_at_a_time() -> None:
+    """32 rows of 1,000 logits, and 8 of scores, beside the weight, the rows and their gradients."""
+    head = LossHead(16, 1000, bias=False)
+    head.chunk_tokens, head.targets = 32, torch.arange(96)[None]
+    rows = torch.randn(1, 96, 16, requires_grad=True)
+    with Allocations() as memory:
+        loss = head(rows)
+    assert loss.item() == pytest.approx(
+        torch.nn.functional.cross_entropy(rows[0] @ head.weight.T, head.targets[0]).item()
+    )
+    made, chunk, part = 2 * 4 * 16 * (1000 + 96), 4 * 32 * 1000, 4 * 8 * 1000
+    assert made + chunk + part <= memory.peak < made + chunk + part + 8192
+
+
+def test_in_fp16_a_gradient_whose_sum_overflows_is_finite_once_scaled() -> None:
+    """All 4,096 rows count 100 for token 0, and their loss is a mean."""
+    head = LossHead(1, 2, bias=False, dtype=torch.float16)
+    head.weight.data.zero_()
+    head.chunk_tokens, head.targets = 512, torch.zeros(1, 4096, dtype=torch.int64)
+    rows = torch.full((1, 4096, 1), 100.0, dtype=torch.float16)
+    head(rows).backward()
+    assert head.weight.grad is not None
+    assert head.weight.grad[:, 0].tolist() == [-50.0, 50.0]
 
 
 @pytest.mark.parametrize("chunk", [0, 16], ids=["plain", "chunked"])

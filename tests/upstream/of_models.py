@@ -188,8 +188,6 @@ MEMORY = (
         for name in (
             "torch.utils._python_dispatch:TorchDispatchMode",
             "torch.utils._pytree:tree_iter",
-            "torch._C:DispatchKey",
-            "torch._C:DispatchKeySet",
         )
     ),
     Row(

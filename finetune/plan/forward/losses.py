@@ -6,9 +6,7 @@ from finetune.plan.forward.parts import Setting
 from finetune.plan.tape import Tape
 from finetune.plan.values import CHUNKED_LOSS, FP32_BYTES, INT64_BYTES, Gemm, Value
 
-# Passes of the chunked loss over its logits besides the products: amax, sub_, exp_ and sum; mul for the
-# gradients (torch 2.13, nn/modules/linear_cross_entropy.py, _linear_cross_entropy_batch_chunked_accumulator).
-LOSS_PASSES, GRADIENT_PASSES = 6, 2
+SCORED_PARTS = 4  # finetune/models/chunked_loss.py
 
 
 def output_in_fp32(tape: Tape, logits: Value) -> None:
@@ -45,32 +43,25 @@ def vector_loss(setting: Setting, x: Value) -> Value:
 
 
 def chunked_loss(setting: Setting, x: Value, weight: str) -> Value:
-    """torch.nn.functional.linear_cross_entropy with `acc_policy="compact"`, a chunk of rows of logits at a time, in the
-    precision of the products (torch 2.13, nn/modules/linear_cross_entropy.py). In fp32 the summed loss is requested,
-    whose gradients are made in the forward pass; in half precision per-token losses, whose gradients are made in the
-    backward pass, from recomputed logits (finetune/models/chunked_loss.py)."""
+    """A loss over a chunk of rows of logits at a time, and over parts of the chunk in fp32; its forward pass makes the
+    gradients (finetune/models/chunked_loss.py, _SumAndLosses)."""
     tape, rows, size = setting.tape, setting.batch.positions, setting.tape.numbers.product_bytes
     names = (weight, *(name for name in ("lm_head.bias",) if name in tape.shapes))
     vocabulary, hidden = tape.shapes[weight]
-    taken = min(setting.loss_chunk_tokens, rows) * (vocabulary + (hidden if size == FP32_BYTES else 0)) * size
-    casts = [tape.cast_weight(weight, "lm_head")] if tape.casts(weight) else []
     given, x = x, tape.cast(x, size)
     labels = tape.op("labels", (), rows, bytes_each=INT64_BYTES, needs_grad=False)  # a copy, shifted by one
-    logits = Gemm(rows, vocabulary, hidden)
-    trains = tape.trains(weight)
-    gradients = logits.back if trains else logits.back[:1]
-    used, module = (() if casts else names), ("" if casts else "lm_head")
-    passes = LOSS_PASSES, LOSS_PASSES + GRADIENT_PASSES
-    once, with_gradients = (count * rows * vocabulary * size for count in passes)
-    if size < FP32_BYTES:
-        loss = tape.op(CHUNKED_LOSS, (x, *casts), 1, saves=(x, labels, *casts), gemms=(logits,),
-                       gemms_back=(logits, *gradients), scratch=taken, scratch_back=taken, weights=used, module=module,
-                       bytes_each=FP32_BYTES, moved=once, moved_back=with_gradients)  # fmt: skip
-    else:
-        made = (rows + (vocabulary if trains else 0)) * hidden * size
-        loss = tape.op(CHUNKED_LOSS, (x, *casts), 1, extra_saved=made, gemms=(logits, *gradients),
-                       scratch=taken, weights=used, module=module, bytes_each=FP32_BYTES, moved=with_gradients,
-                       moved_back=2 * made)  # fmt: skip
+    trains, casts, is_half = tape.trains(weight), tape.casts(weight), size < FP32_BYTES
+    chunk, held = min(setting.loss_chunk_tokens, rows), vocabulary * hidden
+    width = FP32_BYTES if casts or tape.numbers.is_fp16 else size  # of the weight's gradient
+    added = held * size if trains and width != size else 0  # a chunk's part of that gradient
+    scored = -(-chunk // SCORED_PARTS) * vocabulary * FP32_BYTES * (2 if is_half else 1)
+    scratch = chunk * vocabulary * size + max(scored, chunk * hidden * size + max(added, chunk * hidden * size))
+    logits, made = Gemm(rows, vocabulary, hidden), rows * hidden * size + (held * width if trains else 0)
+    moved = rows * vocabulary * (4 * FP32_BYTES + (2 * size if is_half else 0)) + held * (size + width if casts else 0)
+    loss = tape.op(CHUNKED_LOSS, (x, labels), 1, extra_saved=made, scratch=scratch + (held * size if casts else 0),
+                   gemms=(logits, *(logits.back if trains else logits.back[:1])), weights=names, module="lm_head",
+                   bytes_each=FP32_BYTES, moved=moved + 2 * -(-rows // chunk) * (added + held * width if added else 0),
+                   moved_back=2 * made)  # fmt: skip
     tape.hold(given, x)
     tape.release_casts()
     return loss
