@@ -266,13 +266,13 @@ NOTES = {
 }
 
 
-def measure(part: str, scale: Scale, repeats: int) -> dict:
+def measure(part: str, scale: Scale, repeats: int, only: list[str]) -> dict:
     """Figures of each run of a part, by name, one entry per repeat; the runs are interleaved."""
-    found: dict[str, list] = {name: [] for name in RUNS[part]}
+    found: dict[str, list] = {name: [] for name in RUNS[part] if not only or any(one in name for one in only)}
     with tempfile.TemporaryDirectory() as folder:
         if part == "training":
             prepare(scale, Path(folder))
-        for name in list(RUNS[part]) * repeats:
+        for name in list(found) * repeats:
             said = call([sys.executable, __file__, *sys.argv[1:], "--run", part, name, folder], Path(folder))
             device, row = json.loads(said.splitlines()[-1])
             found[name].append(row)
@@ -288,7 +288,7 @@ def render(results: dict) -> str:
         lines += ["", TRIAL_NOTE]
     lines += ["", "| figure | run | divided by | measured | target | met |", "|---|---|---|---|---|---|"]
     for part, figure, run, other, asked in ASKED:
-        if part in results:
+        if part in results and {run, other or run} <= results[part]["runs"].keys():
             runs = results[part]["runs"]
             own, base = (statistics.median(row[figure] for row in runs[name]) for name in (run, other or run))
             found, bound = own / (base or math.nan) if other else own, float(asked[3:])
@@ -311,6 +311,7 @@ def render(results: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="*", choices=list(RUNS), default=list(RUNS))
+    parser.add_argument("--only", nargs="*", default=[], help="only the runs whose names have one of these")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batch", type=int, help=f"blocks per step (default: {Scale.batch})")
     parser.add_argument(
@@ -340,7 +341,7 @@ def main() -> None:
     if results.get("trial") != options.trial:
         results = {"trial": options.trial}
     for part in options.parts:
-        results[part] = measure(part, scale, options.repeats)
+        results[part] = measure(part, scale, options.repeats, options.only)
         path.write_text(json.dumps(results, indent=1) + "\n")
         path.with_suffix(".md").write_text(render(results))
     print(render(results), path.with_suffix(".md"), sep="\n")

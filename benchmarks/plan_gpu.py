@@ -103,6 +103,8 @@ CASES = (
     Case("Llama-3.2-1B", 2, 8192, more={**CHUNKED, **EVERY_LAYER}),
     Case("Llama-3.2-1B", 4, 2048, lora=LORA, more=IN_BF16),
     Case("Llama-3.2-1B", 1, 512),
+    Case("Llama-3.1-8B", 1, 2048, lora=LORA, more=IN_BF16),
+    Case("Llama-3.1-8B", 4, 2048, lora=LORA, more={**IN_BF16, **EVERY_LAYER}),
     Case("Qwen3-1.7B", 2, 4096, lora=LORA, more={**IN_BF16, **EVERY_LAYER}),
     Case("gemma-3-270m", 4, 2048, more=CHUNKED),
     Case("SmolLM2-360M", 8, 2048),

@@ -16,6 +16,8 @@ from torch.nn import functional
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTH = 256
 COLD_BYTES = 32 * 2**20  # operands used in turn, larger than a core's cache
+GPU_TIMES = 32  # as many elements as on a CPU, else the start of a kernel would take longer than the kernel
+CALLS_IN_A_ROW = 8  # on a GPU between two waits for it, for the same reason
 # Rows, fan-out and fan-in of linear layers: a small model's on a CPU, a large one's on a GPU.
 LAYERS = {
     "cpu": ((1024, 256, 256), (1024, 1024, 256), (1024, 256, 1024), (1024, 1024, 1024), (256, 4096, 256)),
@@ -43,13 +45,15 @@ def seconds_of(run: Callable[[int], object], least: float) -> float:
     other load on the machine only adds time."""
     run(0)
     synchronize()
+    calls = CALLS_IN_A_ROW if torch.cuda.is_available() else 1
     found: list[float] = []
     end = time.perf_counter() + least
     while len(found) < 5 or time.perf_counter() < end:
         start = time.perf_counter()
-        run(len(found) + 1)
+        for _ in range(calls):
+            run(len(found) + 1)
         synchronize()
-        found.append(time.perf_counter() - start)
+        found.append((time.perf_counter() - start) / calls)
     return statistics.quantiles(found, n=4)[0]
 
 
@@ -80,11 +84,11 @@ def product_rates(device: str, precision: str, budget: Budget, meet: Callable[[]
 
 def stream_rate(device: str, budget: Budget, meet: Callable[[], None]) -> float:
     """Bytes per second that operators on fp32 read and write: the geometric mean."""
-    shape = budget.elements // WIDTH, WIDTH
-    tensors = [torch.randn(shape, device=device) for _ in range(max(2, COLD_BYTES // (4 * budget.elements)))]
+    elements = budget.elements * (1 if device == "cpu" else GPU_TIMES)
+    tensors = [torch.randn(elements // WIDTH, WIDTH, device=device) for _ in range(max(2, COLD_BYTES // (4 * elements)))]
     found = []
     for run in OPERATORS:
         meet()
         seconds = seconds_of(lambda index, run=run: run(tensors[index % len(tensors)]), budget.seconds)  # type: ignore[misc]
-        found.append(2 * 4 * budget.elements / seconds)
+        found.append(2 * 4 * elements / seconds)
     return statistics.geometric_mean(found)

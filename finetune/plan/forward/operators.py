@@ -15,6 +15,8 @@ from finetune.plan.values import ATTENTION, FP32_BYTES, HALF_BYTES, Gemm, Value
 CONVOLUTION = "convolution"
 IN_HALF = (*LINEAR, "bmm", "baddbmm", CONVOLUTION)  # under autocast (aten/src/ATen/autocast_mode.h)
 IN_FP32 = ("_log_softmax", "nll_loss_forward")  # likewise
+# On a GPU also these, besides norms (AT_FORALL_FP32): GPT-2's gelu_new has a power.
+IN_FP32_ON_GPU = ("pow", "exp", "expm1", "log", "log1p", "rsqrt", "reciprocal", "softplus", "cumsum", "logsumexp")
 AUTOCAST = {**dict.fromkeys(IN_HALF, HALF_BYTES), **dict.fromkeys(IN_FP32, FP32_BYTES)}
 PRODUCTS = (*IN_HALF, "_grouped_mm")
 TURNS = ("transpose", "permute")
@@ -66,7 +68,7 @@ def matmul(player: TraceValues, op: Any, inputs: list[Value]) -> Value:
 
 
 def power(player: TraceValues, op: Any, inputs: list[Value]) -> Value:
-    return player.tape.power(inputs[0])
+    return player.tape.power(*_as_computed(player, op, inputs))
 
 
 def softmax(player: TraceValues, op: Any, inputs: list[Value]) -> Value:
@@ -151,8 +153,11 @@ def _as_computed(player: TraceValues, op: Any, inputs: list[Value]) -> list[Valu
     """Autocast converts inputs; `_grouped_mm` gets them in its weights' precision (transformers 5.23,
     integrations/moe.py, _grouped_mm)."""
     tape, name = player.tape, op["name"]
-    if player.numbers.autocast and name in AUTOCAST:
-        inputs = [tape.cast(one, AUTOCAST[name]) if one.bytes_each in FLOATS else one for one in inputs]
+    width = AUTOCAST.get(name)
+    if name in IN_FP32_ON_GPU and player.numbers.device == "cuda":
+        width = FP32_BYTES
+    if player.numbers.autocast and width:
+        inputs = [tape.cast(one, width) if one.bytes_each in FLOATS else one for one in inputs]
     if name == "_grouped_mm" and op["weights"]:
         return [tape.cast(inputs[0], tape.bytes_of(op["weights"][0])), *inputs[1:]]
     return inputs
