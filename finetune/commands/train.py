@@ -6,11 +6,11 @@ import argparse
 import os
 import shlex
 import sys
-from pathlib import Path
 
 from finetune.commands.launch import commands_of
 from finetune.errors import RequestError
 from finetune.launchers import HERE
+from finetune.run.environment import path_of_programs
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -25,8 +25,7 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def started_by(asked: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    """The command, which is printed, and its environment. Programs are searched for beside this Python first, which
-    also finds them if its environment is not activated. Raises RequestError."""
+    """The command, which is printed, and its environment. Raises RequestError."""
     if {"-h", "--help"} & set(asked.flags):
         asked.launcher = asked.launcher or "python"  # help needs no ranks
         asked.gpus_per_node = asked.gpus_per_node or 1
@@ -38,5 +37,4 @@ def started_by(asked: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
         )
     words = [word.replace(HERE, os.getcwd()) for word in first.words]
     print(f"# {first.line()}", file=sys.stderr, flush=True)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    return words, {**os.environ, **first.environment, "PATH": path}
+    return words, {**os.environ, **first.environment, "PATH": path_of_programs()}

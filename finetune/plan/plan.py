@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -74,18 +74,30 @@ def shown_bytes(machine: Machine, peak_bytes: int) -> int:
 
 
 def host_of_node(job: Job, ranks: Sequence[RankMemory]) -> dict[str, int]:
-    """Host bytes by kind on the fullest node: what each of its ranks holds, and the weights while they are saved, which
-    the first rank of each stage gathers. Ranks are numbered stage by stage."""
-    here = min(job.world_size, job.ranks_per_node)
-    most = max((rank.host for rank in ranks), key=lambda host: sum(host.values()))
+    """Host bytes by kind on the fullest node: what each of its ranks holds, on CPUs at its peak, and the weights while
+    they are saved, which the first rank of each stage gathers. Ranks are numbered stage by stage."""
     saved, weights = Counter[int](), Counter[int]()
     for stage in range(job.stages):
         node = stage * job.data_parallel_size // job.ranks_per_node
         saved[node] += ranks[stage].saving_host_bytes
         weights[node] += ranks[stage].resident.get(PARAMETERS, 0)
-    held = {kind: here * size for kind, size in most.items()} | {SAVED: max(saved.values())}
+    held = _held_on_node(job, ranks) | {SAVED: max(saved.values())}
     share = max(weights.values()) / weights.total() if job.stages > 1 else 1.0
     return held | ({COPIED: copied_bytes(job, share)} if is_saved_beside(job) else {})
+
+
+def _held_on_node(job: Job, ranks: Sequence[RankMemory]) -> dict[str, int]:
+    """Host bytes by kind that the ranks of the fullest node hold. On CPUs that is all that they have, and the stages of
+    a pipeline differ."""
+    if job.engine == PIPELINE and job.device == "cpu":
+        nodes = defaultdict[int, Counter[str]](Counter)
+        for rank in range(job.world_size):
+            nodes[rank // job.ranks_per_node].update(ranks[rank // job.data_parallel_size].peak.by_kind)
+        fullest = max(nodes.values(), key=Counter.total)
+        return dict(fullest)
+    each = [rank.peak.by_kind if job.device == "cpu" else rank.host for rank in ranks]
+    here, most = min(job.world_size, job.ranks_per_node), max(each, key=lambda held: sum(held.values()))
+    return {kind: here * size for kind, size in most.items()}
 
 
 def is_saved_beside(job: Job) -> bool:

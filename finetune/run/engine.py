@@ -26,6 +26,7 @@ RULED = (
     *("adam_beta2", "adam_epsilon", "weight_decay", "max_steps", "warmup_steps", "save_only_model"),
     *("load_best_model_at_end", "report_to", "bf16_full_eval", "fp16_full_eval"),
 )
+FLAGS = ("deepspeed", "deepspeed_config")  # each names a config
 # The rules see these only if given: a section of the config may override their defaults.
 ONLY_IF_GIVEN = ("optim", "lr_scheduler_type")
 # deepspeed 0.19.8, autotuning/scheduler.py, run_experiment; its log repeats the line that contains "error". A trial
@@ -62,15 +63,20 @@ def settle_engine(run: Run) -> Run:
     run = run.settled(run.source("fsdp"), fsdp=fsdp)
     if not asked or deepspeed_by_accelerate(run):
         return run
+    refuse_missing_config(run, asked)
+    return run if run.value("deepspeed") == asked else run.settled("follows from the launch", deepspeed=asked)
+
+
+def refuse_missing_config(run: Run, asked: str) -> None:
+    """Raises RequestError unless a DeepSpeed config has this path, or ships under this name."""
     if _is_in_base64(asked):
         raise RequestError(TRIAL)
-    flag = next((name for name in ("deepspeed", "deepspeed_config") if run.given.get(name) == asked), None)
+    flag = next((name for name in FLAGS if run.given.get(name) == asked), None)
     try:
         find_config(asked)
     except RequestError as error:
         said = f"{run.said(flag)}: " if flag else ""
         raise RequestError(f"{said}{error}") from error
-    return run if run.value("deepspeed") == asked else run.settled("follows from the launch", deepspeed=asked)
 
 
 def _is_in_base64(asked: str) -> bool:
@@ -197,7 +203,7 @@ def refuse_unused_disk(run: Run, config: Mapping[str, Any], name: str) -> None:
     """Raises RequestError unless --nvme_path is used: it fills a config that offloads to a disk and names no folder."""
     used = [section.get("nvme_path") for section in on_disk(config)]
     asked = run.value("nvme_path")
-    file, *files = (run.source(name).rpartition(" line ")[0] for name in ("nvme_path", "deepspeed", "deepspeed_config"))
+    file, *files = (run.source(name).rpartition(" line ")[0] for name in ("nvme_path", *FLAGS))
     is_used = asked and Path(asked).expanduser() in [Path(one).expanduser() for one in used if one]
     if asked and not is_used and file in files:  # a YAML without a config serves several launches
         found = f"offloads to {used[0]}" if used else "offloads nothing to a disk"

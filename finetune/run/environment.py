@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.run.launch import is_on
@@ -65,6 +66,12 @@ def _of_any_launcher(run: Run) -> Iterator[str]:
 def precision() -> str:
     """The value of accelerate's variable; "no" if it is not set."""
     return os.environ.get(PRECISION, "no").lower()
+
+
+def path_of_programs() -> str:
+    """PATH for child processes: programs are searched for beside this Python first, which also finds them if its
+    environment is not activated."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 def _backend() -> str:

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ import psutil
 
 from finetune.errors import INTERRUPTED, RequestError
 from finetune.run import supervised
-from finetune.run.environment import processes_with
+from finetune.run.environment import path_of_programs, processes_with
 from finetune.supervise.command import Command
 from finetune.supervise.decide import TRY_AGAIN, End
 from finetune.training.builds import Build, builds_of, give_up_builds
@@ -67,8 +66,7 @@ def run_attempt(
     # rendezvous/dynamic_rendezvous.py, next_rendezvous), and ranks wait for one another in two places.
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # seconds to save, as in --stop_grace
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    environment["PATH"] = path  # as `finetune train`: it also works if the environment is not activated
+    environment["PATH"] = path_of_programs()
     try:
         process = subprocess.Popen(words, env=environment)
     except OSError as error:

@@ -7,13 +7,15 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from finetune.errors import RequestError, or_meant
 from finetune.run.choose import recipes
-from finetune.run.engine import settle_engine
+from finetune.run.engine import FLAGS, refuse_missing_config, settle_engine
+from finetune.run.environment import path_of_programs
 from finetune.run.files import SUPERVISION
 from finetune.run.launch import COUNT, Launch
 from finetune.run.resolve import read_flags, refuse, resolve
@@ -23,6 +25,7 @@ from finetune.shipped import RECIPES, as_typed, files
 TORCHRUN = ("torchrun", "torch.distributed.run")
 ACCELERATE = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli")
 LAUNCHER = re.compile(r"python[0-9.]*|torchrun|deepspeed|accelerate(-launch)?")
+KNOWN = ("accelerate", "deepspeed", "docker", "finetune", "python", "srun", "torchrun")  # to suggest
 RANGE = re.compile(r"([0-9]{1,6}):([0-9]{1,6})")
 SET_HERE = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "max_restarts", "standalone")
 FOR_FIXED_HOSTS = ("node_rank", "master_addr", "master_port")
@@ -87,7 +90,10 @@ def read_command(words: Sequence[str]) -> Command:
     runs_here = not launcher or LAUNCHER.fullmatch(Path(launcher[0]).name)  # others may run it in a container
     if runs_here and not Path(script).is_file():
         raise RequestError(f"{script}: there is no such file.{or_meant(script, map(as_typed, files('*.py').values()))}")
-    folder, resume, strategy, overwrites = _of_run(script, flags)
+    if shutil.which(words[0], path=path_of_programs()) is None:
+        what = "it may not be executed" if Path(words[0]).is_file() else "there is no such command"
+        raise RequestError(f"{words[0]}: {what}.{or_meant(words[0], KNOWN)} Give a launcher's whole command after --.")
+    folder, resume, strategy, overwrites = _of_run(script, flags, bool(runs_here))
     if strategy == "no":
         raise RequestError("--save_strategy no: a restart would begin from scratch each time. Drop it.")
     if overwrites:
@@ -128,14 +134,18 @@ def _default_config() -> str:
     return str(next((path for path in home.glob("default_config.y*ml")), home / "default_config.json"))
 
 
-def _of_run(script: str, flags: Sequence[str]) -> tuple[Path, str | None, str | None, bool]:
+def _of_run(script: str, flags: Sequence[str], runs_here: bool) -> tuple[Path, str | None, str | None, bool]:
     """The run folder, --resume, --save_strategy and --overwrite_output_dir. Raises RequestError for wrong flags and
-    values of a recipe of ours; a changed copy may have others. Mistakes that depend on the launch are left to it."""
+    values of a recipe of ours, also, if it `runs_here`, for a DeepSpeed config that is missing; a changed copy may have
+    others. Mistakes that depend on the launch are left to it."""
     known = recipes().get(Path(script).stem)
     if known is not None:
         run, typos, _ = read_flags(known, flags, Launch(), is_here=False)
         if Path(script).resolve().parent == RECIPES and not {"-h", "--help"} & {*flags}:
             refuse(typos)
+            for asked in filter(None, map(run.value, FLAGS if runs_here else ())):
+                if asked != "none":
+                    refuse_missing_config(run, str(asked))
         strategy = run.value("save_strategy")
         folder = Path(str(run.value("output_dir"))).expanduser()
         return folder, run.value("resume"), strategy and str(strategy), bool(run.value("overwrite_output_dir"))

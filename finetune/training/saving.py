@@ -94,8 +94,7 @@ class SavingMixin(AnyTrainer):
 
     def _copies_to(self, folder: Path) -> bool:
         """Whether this is a checkpoint that another process writes."""
-        writer = self.saves.beside.writer
-        return writer is not None and writer.folder == folder
+        return self.saves.beside.writer_of(folder) is not None
 
     def write_beside(self, folder: Path) -> None:
         """Override it for a task that saves more than weights and the tokenizer, the same at each save. One rank calls
@@ -138,7 +137,7 @@ class SavingMixin(AnyTrainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Like the Trainer's. If only rank 0 has states to save, they may be written in the background."""
         is_plain = not (self.is_deepspeed_enabled or self.is_fsdp_enabled)
-        writer = self.saves.beside.writer
+        writer = self.saves.beside.writer_of(Path(output_dir))
         if writer is None or not is_plain or not self.args.should_save:
             super()._save_optimizer_and_scheduler(output_dir)
             return

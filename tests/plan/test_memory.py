@@ -218,6 +218,30 @@ def test_a_checkpoint_that_is_written_beside_the_training_is_held_a_second_time_
     assert copied_bytes(unsharded) == held, "without ZeRO the first rank has all states"
 
 
+def test_on_cpus_ranks_and_the_copy_share_the_memory_of_their_node() -> None:
+    cpu = find_machine("cpu")
+    base = replace(job("gpt2", 0, 2, 64, world_size=4), engine=TRAINER, device="cpu", ranks_per_node=2)
+    base = replace(base, optimizer=Optimizer("adam"))
+    beside, peak = replace(base, saves_beside_from=0), plan_memory(base, cpu).peak
+    found = plan(base, cpu)
+    assert found.host == {**{kind: 2 * size for kind, size in peak.by_kind.items()}, "weights being saved": 0}
+    assert found.host_bytes == 2 * peak.bytes
+    assert plan(beside, cpu).host_bytes == 2 * peak.bytes + copied_bytes(beside)
+    tight = replace(cpu, memory_bytes=int(1.1 * peak.bytes), host_memory_bytes=int(2.2 * peak.bytes))
+    assert plan(base, tight).fits
+    assert plan(beside, tight).peak_bytes < plan(beside, tight).limit_bytes
+    assert not plan(beside, tight).fits, "each rank has room, but the copy is as large as a rank's weights and states"
+
+
+def test_on_cpus_a_node_of_a_pipeline_holds_its_own_stages() -> None:
+    cpu = find_machine("cpu")
+    base = replace(job("gptlite-small", 1, 1, 64), engine=PIPELINE, stages=4, accumulation=4, device="cpu")
+    peaks = [plan_memory(base, cpu, stage).peak.bytes for stage in range(4)]
+    assert len({*peaks}) > 1
+    assert plan(base, cpu).host_bytes == 2 * sum(peaks)
+    assert plan(replace(base, ranks_per_node=4), cpu).host_bytes == 2 * max(sum(peaks[:2]), sum(peaks[2:]))
+
+
 def test_a_copy_has_the_weights_that_are_frozen_but_not_those_under_an_adapter() -> None:
     whole = replace(job("gpt2", 0, 2, 64), engine=TRAINER, optimizer=Optimizer("adam"))
     first, *others = whole.model.tensors

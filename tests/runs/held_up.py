@@ -4,6 +4,7 @@ until something has happened to what was copied, or to themselves. $HAPPENS is
     spoil   all weights, masters and optimizer states become 0
     kill    the writer of checkpoint-8 is killed
     full    checkpoint-8 finds a disk that takes no more
+    lack    nothing is held up, but rank 1 lacks memory for the first save
     unread  nothing is held up, but rank 1 cannot read the checkpoint that it resumes from
 """
 
@@ -16,6 +17,7 @@ import sys
 
 import torch
 
+from finetune.training.checkpoints import saves
 from finetune.training.pipeline import checkpoint
 from finetune.training.pipeline import trainer as pipelines
 from finetune.training.pipeline.trainer import PipelineTrainer
@@ -32,7 +34,7 @@ def spoil(trainer: PipelineTrainer) -> None:
 
 
 def held_up(trainer: PipelineTrainer) -> None:
-    if trainer.state.global_step > 8:
+    if trainer.state.global_step > 8 or happens == "lack":
         save(trainer)
         return
     trainer.saves.beside.finish()
@@ -55,5 +57,8 @@ def unread(places: object, name: str) -> torch.Tensor:
 pipelines.save_checkpoint = held_up
 if happens == "unread" and os.environ["RANK"] == "1":
     checkpoint.read_tensor = unread
+if happens == "lack" and os.environ["RANK"] == "1":
+    reasons = iter(["rank 1 lacks it"])
+    saves.lacking = lambda needed, held: next(reasons, None)
 sys.argv[0] = RECIPE
 runpy.run_path(RECIPE, run_name="__main__")

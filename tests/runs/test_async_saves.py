@@ -91,6 +91,20 @@ def test_a_pipeline_whose_writer_fails_saves_again_and_goes_on(happens: str, sai
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("built_ops")
+def test_a_save_for_which_one_rank_lacks_memory_is_synchronous_on_all(tmp_path: Path) -> None:
+    for asked in ("off", "on"):
+        every = {**PIPED, "async_save": asked}
+        run = launch("torchrun", tmp_path / asked, every, ranks=2, recipe=HELD_UP, env={"HAPPENS": "lack"})
+    assert run.output.count("note: checkpoint-2 is saved synchronously, because rank 1 lacks it.") == 1
+    assert run.output.count("synchronous") == 1
+    for step in (2, 4):
+        one, other = (content(tmp_path / asked / f"checkpoint-{step}") for asked in ("off", "on"))
+        assert one.keys() == other.keys()
+        assert [name for name in one if one[name] != other[name]] == []
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("built_ops")
 def test_a_checkpoint_that_one_stage_cannot_read_ends_both_with_one_message(tmp_path: Path) -> None:
     values = {**PIPED, "max_steps": 2}
     launch("torchrun", tmp_path / "run", values, ranks=2, recipe=PIPELINE)

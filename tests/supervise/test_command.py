@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,13 @@ def test_the_module_of_torchrun_is_known_too(tmp_path: Path) -> None:
         ("deepspeed my_own.py --output_dir x", "^my_own.py: there is no such file"),
         (f"deepspeed --num_gpus 2 {RECIPE} --lerning_rate 3", "^--lerning_rate .* Did you mean --learning_rate"),
         (f"python {RECIPE} --max_steps many", "^--max_steps is 'many'"),
+        (f"torchrn --nproc_per_node 2 {RECIPE}", r"^torchrn: there is no such command\. Did you mean torchrun\? Give"),
+        (RECIPE, "^recipes/seq_cls.py: it may not be executed"),
+        (f"deepspeed {RECIPE} --deepspeed zeor2", r"^--deepspeed is 'zeor2'.* no such .* Did you mean zero2"),
+        (
+            f"python {RECIPE} --deepspeed_config ds/mine.json",
+            "^--deepspeed_config is 'ds/mine.json'.* Give a path",
+        ),
         (f"torchrun --nproc_per_node 2 --max_restarts 3 {RECIPE}", "--max_restarts"),
         (f"torchrun --nnodes 2 {RECIPE}", "Give --nnodes 2:2"),
         (f"torchrun --nnodes=2 --node_rank 0 {RECIPE}", "drop --node_rank"),
@@ -167,6 +175,14 @@ def test_flags_that_a_changed_copy_may_have_and_help_are_left_to_the_script(tmp_
         assert read_command(words.split()).folder == Path("runs/seq_cls")
 
 
-def test_a_script_that_a_container_holds_need_not_be_here() -> None:
-    words = "docker run image torchrun --nproc_per_node 2 /there/recipes/seq_cls.py --output_dir runs/mine".split()
-    assert read_command(words).folder == Path("runs/mine")
+@pytest.mark.parametrize("script", ["/there/recipes/seq_cls.py", "recipes/seq_cls.py"])
+def test_what_a_container_holds_need_not_be_here(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "docker").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    words = f"docker run image torchrun --nproc_per_node 2 {script} --output_dir runs/mine --deepspeed /there/zero.json"
+    assert read_command(words.split()).folder == Path("runs/mine")
+
+
+def test_a_config_that_is_there_or_shipped_or_none_is_accepted() -> None:
+    for config in ("zero2", "ds_configs/zero3.json", "none"):
+        assert read_command(f"deepspeed {RECIPE} --deepspeed {config}".split()).folder == Path("runs/mine")

@@ -298,4 +298,5 @@ def test_a_command_that_does_not_exist_is_a_wrong_request(tmp_path: Path) -> Non
     done = subprocess.run([*run, str(tmp_path / "run")], cwd=REPO, capture_output=True, text=True, check=False,
                           env={**os.environ}, timeout=60)  # fmt: skip
     assert done.returncode == 2
-    assert "no-such-launcher cannot be started" in done.stderr
+    assert "no-such-launcher: there is no such command. Give" in done.stderr
+    assert not (tmp_path / "run").exists(), "no attempt was started"

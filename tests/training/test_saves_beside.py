@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import signal
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,12 +31,15 @@ from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.run.flags import guards
 from finetune.run.flags.guards import GuardArguments
 from finetune.run.launch import Launch
-from finetune.training.checkpoints import beside, obstacles, saves, writer_process
-from finetune.training.checkpoints.manifest import checkpoints_in, problems
+from finetune.training.checkpoints import beside, copies, obstacles, saves, writer_process, writing
+from finetune.training.checkpoints.manifest import Layout, checkpoints_in, problems
+from finetune.training.checkpoints.rotation import Keeper
+from finetune.training.checkpoints.writing import About, OtherRankError
 from finetune.training.run_folder import explained_disk_errors
 from finetune.training.trainer import FinetuneTrainer
 
 ROWS = [{"input_ids": [i % 7, 1, 2, 3], "labels": [i % 7, 1, 2, 3]} for i in range(16)]
+BEST = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss", "greater_is_better": True}
 OF_THE_MOMENT = ("manifest.json", "training_args.bin", "trainer_state.json")  # times, and the folder's name
 
 Does = Callable[[FinetuneTrainer, int], None]
@@ -200,7 +204,7 @@ def test_what_another_rank_has_to_save_at_once_is_said_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def with_another(own: Any) -> list[Any]:
-        return [own, ([], "states.pt of rank 1.")] if isinstance(own, tuple) else [own]
+        return [own, ([], "states.pt of rank 1.", 0)] if isinstance(own, tuple) else [own]
 
     monkeypatch.setattr(saves, "every", with_another)
     train(tmp_path, "on")
@@ -282,6 +286,72 @@ def test_a_writer_that_stands_still_is_named(
     assert capfd.readouterr().out.count(said) == 1
 
 
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(("room", "name"), [(writing, "put_in_place"), (Keeper, "rotate")])
+def test_a_checkpoint_whose_writer_is_killed_once_it_has_its_name_is_saved(
+    room: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Killed right after the rename, or right before its report. One checkpoint takes the place of an older one."""
+    trainers, own = os.getpid(), getattr(room, name)
+    (tmp_path / "checkpoint-4").mkdir()
+    best: list[int] = []
+
+    def and_die(*args: Any) -> None:
+        own(*args)
+        if os.getpid() != trainers:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def finish(trainer: FinetuneTrainer, step: int) -> None:
+        writer_of(trainer).process.wait()
+        best.append(trainer.state.best_global_step)
+
+    monkeypatch.setattr(room, name, and_die)
+    train(tmp_path, "on", finish, max_steps=8, save_total_limit=2, **BEST)
+    said = "".join(capfd.readouterr())
+    assert "is not saved" not in said
+    assert "could not be saved" not in said
+    assert best == [2, 2, 2, 2], "the best is not forgotten"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint-2", "checkpoint-6", "checkpoint-8", "latest",
+    ]  # fmt: skip
+    assert (tmp_path / "latest").read_text() == "checkpoint-8\n"
+    assert [problems(path, hashes=True) for path in checkpoints_in(tmp_path)] == [[], [], []]
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("place", ["left", "none", "in place", "of another"])
+def test_a_part_whose_writer_is_killed_before_it_reports_counts_if_it_is_there(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another rank than the one that commits."""
+    own = writer_process._tell
+
+    def and_die(*args: Any) -> None:
+        if place != "none":
+            own(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(writer_process, "_tell", and_die)
+    checkpoint = tmp_path / "checkpoint-2"
+    folder = writing.folder_of(checkpoint)
+    folder.mkdir(parents=True)
+    writer = beside.Writer()
+    writer.begin(checkpoint)
+    writer.hand_over(writer_process.Job(checkpoint, About(2, None, 8, Layout("ddp", 2)), 1, 2, {}, ()))
+    writer.go()
+    writer.process.wait()
+    if place == "in place":
+        folder.rename(checkpoint)
+    elif place == "of another":
+        checkpoint.mkdir()
+    if place in ("in place", "of another"):
+        shutil.rmtree(folder.parent)
+    lost = place in ("none", "of another")
+    with pytest.raises(OtherRankError, match="was killed by SIGKILL") if lost else nullcontext():
+        assert not writer.wait(whole=False).is_whole
+    writer.close()
+
+
 def test_a_writer_that_still_imports_is_deaf_to_the_signals_that_its_group_gets() -> None:
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     writer = beside.Writer()
@@ -323,9 +393,6 @@ def test_where_no_process_can_be_started_saves_are_synchronous_and_the_run_says_
     assert "saves stay synchronous, because the process that writes them cannot be started ([Errno 13] " in said
     assert "while training continues (--async_save" not in said
     assert problems(tmp_path / "checkpoint-2", hashes=True) == []
-
-
-BEST = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss", "greater_is_better": True}
 
 
 @pytest.mark.nightly
@@ -468,12 +535,28 @@ def test_a_save_that_is_due_waits_and_the_last_whole_checkpoint_stays_meanwhile(
 
     def stop_for_a_while(trainer: FinetuneTrainer, step: int) -> None:
         there.append([path.name for path in checkpoints_in(tmp_path)])
-        hold_up(trainer, 1.0)
+        hold_up(trainer, 1.5)
 
     train(tmp_path, "on", stop_for_a_while, save_total_limit=1)
     assert there == [[], ["checkpoint-2"]], "the first while it was written, and after it"
     assert [path.name for path in checkpoints_in(tmp_path)] == ["checkpoint-4"]
-    assert capfd.readouterr().out.count("note: checkpoint-4 waits for checkpoint-2") == 1
+    assert re.findall(r"note: (\S+) waited [0-9.]+ s for (\S+) to be written", capfd.readouterr().out) == [
+        ("checkpoint-4", "checkpoint-2")
+    ]
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_short_wait_for_the_save_before_is_not_worth_a_word(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def note(trainer: FinetuneTrainer, step: int) -> None:
+        waits.append(not writer_of(trainer).is_done())
+        hold_up(trainer, 0.1)
+
+    waits: list[bool] = []
+    train(tmp_path, "on", note, save_steps=1)
+    assert any(waits)
+    assert "waited" not in capfd.readouterr().out
 
 
 @pytest.mark.nightly
@@ -504,16 +587,28 @@ def test_auto_leaves_gpus_and_several_hosts_alone_and_a_run_on_cpus_is_asked_whe
     assert [line.split(":")[1] for line in said] == [" --async_save on", " --async_save auto"]
 
 
-def test_memory_that_the_run_has_taken_since_its_start_is_noticed_before_the_first_save(
+@pytest.mark.usefixtures("forked")
+def test_a_save_for_whose_copies_memory_lacks_is_synchronous_and_those_that_need_no_more_do_not_ask(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    left = iter([2**40])
-    monkeypatch.setattr(obstacles, "free_memory", lambda: next(left, 1000))
-    train(tmp_path, "on")
+    """The run has taken memory since it started, and then other processes do. The first copy is of the states alone."""
+    monkeypatch.setattr(copies, "SEGMENT_BYTES", 2**16)
+    plenty, little = 2**40, 1000
+    left = [plenty, little, plenty, little, little, plenty, plenty, plenty]  # at the start, and before saves 1 to 7
+    beside_training: list[bool] = []
+
+    def note(trainer: FinetuneTrainer, step: int) -> None:
+        beside_training.append(trainer.saves.beside.place is not None)
+
+    monkeypatch.setattr(obstacles, "free_memory", lambda: left.pop(0))
+    train(tmp_path, "on", note, max_steps=18)
+    assert beside_training == [False, True, False, False, True, True, True, True, True]
+    assert left == [], "once a save has taken no more, later ones do not look"
     said = capfd.readouterr().out
     assert "checkpoints are written while training continues" in said
-    assert said.count("note: from now on, saves are synchronous, because the copies take about") == 1
-    assert problems(tmp_path / "checkpoint-4", hashes=True) == []
+    assert said.count("note: checkpoint-2 is saved synchronously, because the copies take about") == 1
+    assert said.count("synchronously") == 1
+    assert [problems(path, hashes=True) for path in checkpoints_in(tmp_path)] == [[]] * 9
 
 
 @pytest.mark.parametrize(("limit", "share"), [("RLIMIT_FSIZE", 0.5), ("RLIMIT_AS", 1.0)])

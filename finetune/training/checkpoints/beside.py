@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from finetune.errors import first_line
+from finetune.errors import RequestError, first_line
 from finetune.run.environment import environment_of_child
 from finetune.run.files import UNFINISHED
 from finetune.training.checkpoints.copies import (
@@ -32,7 +32,7 @@ from finetune.training.checkpoints.copies import (
     shared_weights,
 )
 from finetune.training.checkpoints.learned import Learned
-from finetune.training.checkpoints.writer_process import Copy, Job, Report, main
+from finetune.training.checkpoints.writer_process import Copy, Job, Mark, Report, main, mark_of, report_left_by
 from finetune.training.checkpoints.writing import OtherRankError, folder_of, outer_of, rank
 
 MEANT_FOR_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # which end the process
@@ -54,7 +54,8 @@ class Writer:
         self.outer: Path | None = None  # exists until the most recent checkpoint is in place
         self.copies: list[Copy] = []
         self.reports: list[Report] = []  # on the current job
-        self.commits = False  # whether this process renames the checkpoint into place
+        self.mark: Mark | None = None  # of the folder that the ranks have last written to
+        self.job: Job | None = None  # that was handed over
         self.message: tuple[Any, ...] = ()  # what it is sent for the current job
         self.sent = False  # whether it was: if another rank fails before, it never is
         self.start()
@@ -81,7 +82,7 @@ class Writer:
         self.memory.clear()
         self.storages = Storages(self.memory)
         self.folder, self.outer, self.copies, self.reports = folder_of(place), outer_of(place), [], []
-        self.sent = False
+        self.sent, self.mark = False, mark_of(self.folder)
         for tensor in ahead:
             self.storages.put(tensor.untyped_storage())
         self.storages.begin()
@@ -156,7 +157,7 @@ class Writer:
     def hand_over(self, job: Job) -> None:
         """Describe the job to the process, once all is copied."""
         self.memory.wait()
-        self.folder, self.commits, self.storages = None, job.keeper is not None, Storages(self.memory)
+        self.folder, self.job, self.storages = None, job, Storages(self.memory)
         words = bytearray(pickle.dumps(replace(job, copies=tuple(self.copies))))
         place = self.memory.put(torch.frombuffer(words, dtype=torch.uint8))  # too large for a pipe's buffer
         self.message = place, len(words), tuple(self.memory.segments)
@@ -176,14 +177,23 @@ class Writer:
         if failed is not None:
             return failed.error
         status = self.process.poll()
-        if status is None or any(report.is_whole or not self.commits for report in self.reports):
+        if status is None or self._has_all():
             return None
+        with suppress(OSError, RequestError):  # of a disk that fails now, or of a manifest that somebody changes
+            if self.job is not None and (report := report_left_by(self.job, self.mark)):
+                self.reports.append(report)
+                return None
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         return f"the process that writes it {how}"
 
     def is_done(self) -> bool:
         """Whether this process has finished its part of the current job."""
-        return self.look() is None and any(report.is_whole or not self.commits for report in self.reports)
+        return self.look() is None and self._has_all()
+
+    def _has_all(self) -> bool:
+        """Whether the process has nothing more to report on the current job."""
+        commits = self.job is not None and self.job.keeper is not None
+        return any(report.is_whole or not commits for report in self.reports)
 
     def wait(self, whole: bool) -> Report:
         """Wait until this part is on disk, or the `whole` checkpoint in place. Raises OtherRankError or OSError."""

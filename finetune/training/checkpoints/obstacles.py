@@ -26,16 +26,16 @@ def obstacle(args: Any, needed: int) -> str | None:
     return lacking(needed)
 
 
-def lacking(needed: int) -> str | None:
-    """Why a host cannot hold copies of `needed` bytes, or None."""
+def lacking(needed: int, held: int = 0) -> str | None:
+    """Why a host cannot hold copies of `needed` bytes, of which it holds so many already, or None."""
     if 0 <= (most := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) < needed:
         return (
             f"the copies take about {needed / 2**20:,.0f} MiB, and a file, as which they are counted, may have "
             f"{most / 2**20:,.0f} MiB (ulimit -f)"
         )
-    if needed > MEMORY_SHARE * (free := free_memory()):
+    if (more := needed - held) > MEMORY_SHARE * (free := free_memory()):
         return (
-            f"the copies take about {needed / 2**20:,.0f} MiB of this host's memory, of which {free / 2**20:,.0f} MiB "
-            "are free, and they may take at most half of that"
+            f"the copies take about {more / 2**20:,.0f} MiB{' more' * (held > 0)} of this host's memory, of which "
+            f"{free / 2**20:,.0f} MiB are free, and they may take at most half of that"
         )
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,8 @@ from finetune.training.checkpoints.writing import (
     ranks,
     together,
 )
+
+NOTED_SECONDS = 1.0  # that a save waits for the one before it: from here on the run says so
 
 
 class Saved(Protocol):
@@ -121,6 +124,7 @@ class SavesBeside(TrainerCallback):
         self.about: About | None = None
         self.place: Path | None = None  # of the checkpoint in progress
         self.early: str | None = None  # what some rank had to write at once, and why
+        self.held, self.grew = 0, True  # bytes of copies on the fullest host; whether the last save took more of them
         self.said: set[str] = set()
 
     def choose(self, asked: str) -> None:
@@ -130,31 +134,34 @@ class SavesBeside(TrainerCallback):
         least = saves_beside_from(asked, args.device.type, read_launch())
         if self.writer is not None or least is None or (size := self.saves.expected_bytes()) < least:
             return
-        copied, stay = saved.copied_bytes(size), f"--async_save {asked}: saves stay synchronous"
-        if self._ends(saved.obstacle() or obstacle(args, copied), stay) or self._ends(self._start(), stay):
+        copied = saved.copied_bytes(size)
+        if why := _any(saved.obstacle() or obstacle(args, copied)) or _any(self._start()):
+            self.close()
+            self._say(f"note: --async_save {asked}: saves stay synchronous, because {why}.")
             return
         self._say(
             f"checkpoints are written while training continues (--async_save {asked}): a copy stays in host memory, "
             f"about {copied / 2**20:,.0f} MiB where it is largest"
         )
 
-    def _ends(self, why: str | None, what: str) -> bool:
-        """Whether any rank has a reason against asynchronous saves; then they end, and rank 0 says what, and why."""
-        found = next(filter(None, every(why)), None)
-        if found:
-            self.close()
-            self._say(f"note: {what}, because {found}.")
-        return found is not None
-
     def of(self, about: About) -> SavesBeside | None:
         """The object that finishes the next checkpoint, or None if the ranks do so themselves."""
         self.about = about
-        if self.writer is not None and "first" not in self.said:
-            self.said.add("first")
-            # Since the run started, it has taken memory for gradients, optimizer states and activations.
-            copied = self.saves.saved.copied_bytes(self.saves.expected_bytes())
-            self._ends(lacking(copied), "from now on, saves are synchronous")
-        return self if self.writer is not None else None
+        if self.writer is None:
+            return None
+        if not self.grew:  # the look at the memory, and a message, take milliseconds
+            return self
+        # The run has taken memory since it started, and the weights are copied from the second save on.
+        copied = self.saves.saved.copied_bytes(self.saves.expected_bytes())
+        if (why := _any(lacking(copied, self.held))) is None:
+            return self
+        name = self.saves.place.name
+        self._say_once("lacking", f"{name} is saved synchronously, because {why}. Later saves look again.")
+        return None
+
+    def writer_of(self, folder: Path) -> Writer | None:
+        """The writer, if it writes this checkpoint."""
+        return self.writer if self.writer is not None and self.writer.folder == folder else None
 
     def begin(self, place: Path) -> None:
         assert self.writer is not None
@@ -163,9 +170,12 @@ class SavesBeside(TrainerCallback):
 
     def later(self) -> set[str]:
         assert self.writer is not None
-        told = every((self.writer.names, self.writer.early))
-        self.early = next((early for _, early in told if early), None)
-        return {name for names, _ in told for name in names}
+        told = every((self.writer.names, self.writer.early, self.writer.memory.bytes))
+        self.early = next((early for _, early, _ in told if early), None)
+        here, sizes = read_launch().local_world_size, [size for _, _, size in told]
+        held = max(sum(sizes[first : first + here]) for first in range(0, len(sizes), here))
+        self.grew, self.held = held > self.held, held
+        return {name for names, _, _ in told for name in names}
 
     def hand_over(self, sizes: dict[str, int]) -> None:
         assert self.writer is not None
@@ -182,19 +192,15 @@ class SavesBeside(TrainerCallback):
     def go(self) -> None:
         assert self.writer is not None
         self.writer.go()
-        if self.early and "early" not in self.said:
-            self.said.add("early")
-            self._say(f"note: --async_save: training waits while a save writes {self.early} This is said once.")
+        if self.early:
+            self._say_once("early", f"--async_save: training waits while a save writes {self.early}")
 
     def finish(self, because: str = "") -> None:
         """Wait until the checkpoint in progress is in place. Raises RunError on all ranks if one could not write."""
         if self.writer is None or self.place is None:
             return
         writer, place, self.place = self.writer, self.place, None
-        if because and "waits" not in self.said and leads() and writer.look() is None and not writer.is_done():
-            self.said.add("waits")
-            self._say(f"note: {because} waits for {place.name}, which is still being written. Save less often, or on a "
-                      "faster disk. This is said once.")  # fmt: skip
+        began = time.monotonic()
         with explained(place):
             try:
                 together(lambda: writer.wait(whole=False))
@@ -202,6 +208,10 @@ class SavesBeside(TrainerCallback):
             except BaseException:
                 self.close()
                 raise
+        waited = time.monotonic() - began
+        if because and waited > NOTED_SECONDS:
+            said = f"{because} waited {waited:.1f} s for {place.name} to be written."
+            self._say_once("waited", f"{said} Save less often, or on a faster disk.")
         assert report is not None
         self.saves.saved_bytes = report.bytes
         if leads():
@@ -267,7 +277,7 @@ class SavesBeside(TrainerCallback):
     def _start(self) -> str | None:
         """Why it cannot be started, or None. Some systems restrict memfd_create (the sysctl vm.memfd_noexec)."""
         try:
-            self.writer = Writer()
+            self.writer, self.held, self.grew = Writer(), 0, True
         except OSError as error:
             return f"the process that writes them cannot be started ({first_line(error)})"
         return None
@@ -275,3 +285,13 @@ class SavesBeside(TrainerCallback):
     def _say(self, words: str) -> None:
         if leads():
             print(words, flush=True)
+
+    def _say_once(self, what: str, words: str) -> None:
+        if what not in self.said:
+            self._say(f"note: {words} This is said once.")
+        self.said.add(what)
+
+
+def _any(why: str | None) -> str | None:
+    """A reason that some rank has, on all ranks."""
+    return next(filter(None, every(why)), None)

@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,13 +26,15 @@ from safetensors.torch import save_file
 
 from finetune.training.checkpoints.copies import Memory, restored, restored_weights
 from finetune.training.checkpoints.hashed_file import Disk, HashedFile
-from finetune.training.checkpoints.manifest import FileRecord, record_of
+from finetune.training.checkpoints.manifest import FileRecord, read_manifest, record_of
 from finetune.training.checkpoints.rotation import Keeper, Marks
-from finetune.training.checkpoints.writing import About, commit, folder_of, outer_of, record_on_disk
+from finetune.training.checkpoints.writing import About, after_rename, commit, folder_of, outer_of, record_on_disk
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 NICENESS = 10  # training steps come first
 POLL_SECONDS = 0.005
+
+Mark = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -137,21 +140,51 @@ def reports(job: Job, memory: Memory, target: Target, connection: Connection) ->
     if job.keeper is None:
         return
     records = {name: record for rank in range(job.ranks) for name, record in _told(outer, rank, connection).items()}
-    records = commit(job.place, job.about, records)
+    yield kept(job, commit(job.place, job.about, records))
+
+
+def kept(job: Job, records: dict[str, FileRecord]) -> Report:
+    """Rotate, now that the checkpoint is in place."""
+    assert job.keeper is not None
     job.keeper.trust(job.place)
     job.keeper.rotate(job.limit, job.place, job.best)
-    yield Report(True, sum(record.bytes for record in records.values()), job.keeper.trusted)
+    return Report(True, sum(record.bytes for record in records.values()), job.keeper.trusted)
+
+
+def report_left_by(job: Job, mark: Mark | None) -> Report | None:
+    """The report of a process that was killed after its work was done and before it told so; None if it was not done.
+    `mark` tells the folder that was written. What the process had still to do in the run folder is done here."""
+    has_told = told_by(outer_of(job.place), job.rank).is_file()  # asked first: it goes once the checkpoint is in place
+    if mark is None or mark_of(job.place) != mark:
+        return Report() if has_told and job.keeper is None else None
+    if job.keeper is None:
+        return Report()
+    after_rename(job.place)
+    return kept(job, read_manifest(job.place).files)
+
+
+def mark_of(folder: Path) -> Mark | None:
+    """Its device and inode, which it keeps when it is renamed; None if it is not there."""
+    with suppress(OSError):
+        found = folder.stat()
+        return found.st_dev, found.st_ino
+    return None
+
+
+def told_by(outer: Path, rank: int) -> Path:
+    """The file in which a rank's process leaves its records."""
+    return outer / f"rank-{rank}.json"
 
 
 def _tell(outer: Path, rank: int, records: dict[str, FileRecord]) -> None:
     temporary = outer / f"rank-{rank}.unfinished"
     temporary.write_text(json.dumps({name: asdict(record) for name, record in records.items()}), encoding="utf-8")
-    temporary.replace(outer / f"rank-{rank}.json")
+    temporary.replace(told_by(outer, rank))
 
 
 def _told(outer: Path, rank: int, connection: Connection) -> dict[str, FileRecord]:
     """Wait for the records of a rank's writer. If it fails, its rank reports it and this one closes the connection."""
-    path = outer / f"rank-{rank}.json"
+    path = told_by(outer, rank)
     while not path.is_file():
         if connection.poll(POLL_SECONDS):
             sys.exit()

@@ -88,7 +88,7 @@ def record_on_disk(folder: Path, name: str, size: int, rank: int) -> FileRecord:
 
 def commit(place: Path, about: About | None, records: dict[str, FileRecord]) -> dict[str, FileRecord]:
     """Give a folder whose files are on disk its manifest and its final name. Returns its files. One rank calls it."""
-    folder, outer = folder_of(place), outer_of(place)
+    folder = folder_of(place)
     if about is not None:
         saved = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         if about.identity is not None:
@@ -99,10 +99,16 @@ def commit(place: Path, about: About | None, records: dict[str, FileRecord]) -> 
     for base, _, _ in os.walk(folder, topdown=False):
         flush(Path(base))
     put_in_place(folder, place)
-    shutil.rmtree(outer, ignore_errors=True)
-    if about is not None:
-        point_to(place)
+    after_rename(place, has_manifest=about is not None)
     return records
+
+
+def after_rename(place: Path, has_manifest: bool = True) -> None:
+    """What is left to do once a folder has its final name. It may be done twice."""
+    flush(place.parent)
+    shutil.rmtree(outer_of(place), ignore_errors=True)
+    if has_manifest:
+        point_to(place)
 
 
 def write_identity(folder: Path, identity: Identity) -> FileRecord:
@@ -122,7 +128,7 @@ def folder_of(place: Path) -> Path:
 
 
 def put_in_place(folder: Path, place: Path) -> None:
-    """Rename, durably. An existing `place` is swapped with `folder`, so that one of the two is always there."""
+    """Rename. An existing `place` is swapped with `folder`, so that one of the two is always there."""
     if not place.exists():
         os.replace(folder, place)
     elif not _exchange(folder, place):  # the file system cannot swap; rename one after the other
@@ -131,7 +137,6 @@ def put_in_place(folder: Path, place: Path) -> None:
         os.replace(place, aside)
         os.replace(folder, place)
         shutil.rmtree(aside, ignore_errors=True)
-    flush(place.parent)
 
 
 def restore_replaced(run_folder: Path) -> None:

@@ -31,7 +31,7 @@ def save_checkpoint(trainer: Any) -> None:
     kept = [callback for callback in trainer.handler.callbacks if isinstance(callback, ExportableState)]
     state.stateful_callbacks = {type(callback).__name__: callback.state() for callback in kept}
     batch = trainer.global_batch_size
-    saves.save(lambda folder: trainer.checkpoints.write(folder, batch, saves.beside.writer))
+    saves.save(lambda folder: trainer.checkpoints.write(folder, batch, saves.beside.writer_of(folder)))
 
 
 def resume(trainer: Any, folder: Path) -> TrainerState:
