@@ -73,9 +73,11 @@ def _built(made: Any, head: str, **how: Any) -> Any:
 
 
 def build(values: dict[str, Any], head: str, attention: str, dtype: torch.dtype | None = None) -> Any:
+    """With "sdpa" as recipes build by default: transformers takes "eager" for models without it."""
     chosen = {} if dtype is None else {"dtype": dtype}
+    chosen |= {} if attention == "sdpa" else {"attn_implementation": attention}
     config = config_of(values)
-    return class_of(head, config).from_config(config, attn_implementation=attention, **chosen)
+    return class_of(head, config).from_config(config, **chosen)
 
 
 def build_adapted(values: dict[str, Any], head: str, attention: str, adapter: str) -> tuple[Any, Any]:

@@ -35,6 +35,7 @@ from finetune.models.source import positions_of
 from finetune.plan.families.parts import VECTORS
 from finetune.plan.forward.parts import Batch
 from finetune.plan.tracing import REFUSED
+from finetune.plan.values import HALF_BYTES
 
 # Keys of configs: chunks of state-space and linear attention layers, windows to whose multiples texts are filled up.
 CHUNKS = ("chunk_size", "mamba_chunk_size", "block_size", "attention_window")
@@ -237,7 +238,10 @@ def _facts(model: Any, layers: Iterable[str]) -> dict[str, Any]:
             ]
             for name, one in model.named_parameters()
         ],
-        "buffers": [[name, list(one.shape), one.element_size()] for name, one in model.named_buffers()],
+        "buffers": [
+            [name, list(one.shape), HALF_BYTES if one.dtype == model.dtype else one.element_size()]
+            for name, one in model.named_buffers()
+        ],
         "hidden_size": getattr(text, "hidden_size", None) or max(getattr(text, "hidden_sizes", [0])),
         "vocab_size": getattr(text, "vocab_size", 0),
         "head_modules": heads_of(model),

@@ -10,11 +10,11 @@ from finetune.plan.engines.fsdp import Fsdp
 from finetune.plan.engines.resident import GATHERED, PIPE, Plain, Resident, Weights
 from finetune.plan.engines.zero3 import Zero3
 from finetune.plan.engines.zero12 import Bf16Stage, Stage, Zero12
-from finetune.plan.families.parts import CLASSES
+from finetune.plan.families.parts import CLASSES, SPANS
 from finetune.plan.forward.parts import Part
 from finetune.plan.job import FSDP, OWN_BASE, PIPELINE, TRAINER, Job, checkpoints_of, tape_of
 from finetune.plan.machine import Machine
-from finetune.plan.model import Tensor
+from finetune.plan.model import Model, Tensor
 from finetune.plan.schedule import FORWARD, order_of
 from finetune.plan.seconds import stage_bounds
 from finetune.plan.step import Ledger, Moment, Pass
@@ -91,10 +91,10 @@ def _planned(job: Job, machine: Machine, rank: int, bounds: tuple[int, ...]) -> 
         ranks = job.world_size if job.zero.stage == 3 else 1
         held = sum(-(-one.elements // ranks) for one in job.teacher.tensors) * job.of_teacher.weight_bytes
         device.take(REFERENCE if job.reference else TEACHER, held)
-        device.take(BUFFERS, sum(buffer.bytes for buffer in job.teacher.buffers) if job.reference else 0)
+        device.take(BUFFERS, _buffer_bytes(job, job.teacher) if job.reference else 0)
     if job.engine == PIPELINE:
         device.take(PIPE, _pipe_bytes(job, rank))
-    if buffers := sum(buffer.bytes for buffer in job.held.buffers):
+    if buffers := _buffer_bytes(job, job.held):
         device.take(BUFFERS, buffers)
     if job.device != "cpu":
         # torch's handle pool gives the backward pass's thread its own cuBLAS workspace
@@ -113,6 +113,10 @@ def _planned(job: Job, machine: Machine, rank: int, bounds: tuple[int, ...]) -> 
     saved = _save(job, layout, device, tied)
     away = {} if host is device else dict(host.live)
     return RankMemory(rank, resident, device.peaks, away, tuple(device.timeline), 0 if host is device else saved)
+
+
+def _buffer_bytes(job: Job, model: Model) -> int:
+    return sum(buffer.bytes(job.weight_bytes) for buffer in model.buffers)
 
 
 def _used(job: Job, part: Part) -> tuple[Tensor, ...]:
@@ -268,6 +272,6 @@ def batch_bytes(job: Job) -> int:
         # Ranks that share a text make its mask before the forward pass, and keep it until they make the next.
         documents += job.micro_batch * job.tokens**2 if documents and job.attention == "sdpa" else 0
         return INT64_BYTES * rows * COLUMNS_OF_SHARED * (job.tokens // sharing) + documents
-    labels = 1 if job.model.head == CLASSES else job.tokens
+    labels = {CLASSES: 1, SPANS: 2}.get(job.model.head, job.tokens)
     labels = labels if job.targets is None else 2 * job.targets  # and the decoder's inputs: the labels, shifted
     return INT64_BYTES * rows * (job.tokens + labels) + documents

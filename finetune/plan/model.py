@@ -18,7 +18,7 @@ from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, MASKED, SEQ2SE
 from finetune.plan.families.possible import refuse_impossible
 from finetune.plan.trace_files import KNOWN, heads_of
 from finetune.plan.tracing import found_of
-from finetune.plan.values import FP32_BYTES, Lora
+from finetune.plan.values import FP32_BYTES, HALF_BYTES, Lora
 from finetune.safe_read import read_json_object
 
 MLP, RESNET = "mlp", "resnet"
@@ -50,6 +50,7 @@ class Tensor:
     trains: bool = True
     is_packed: bool = False  # in 4 bits
     holders: int = 1  # ranks that hold as many other experts each, where this is a rank's part of a layer's
+    is_reached: bool = True  # by a gradient, unlike a pooler whose output is not read
 
     @property
     def elements(self) -> int:
@@ -64,15 +65,14 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor of a model that is not a parameter."""
+    """A tensor of a model that is not a parameter. `bytes_each`: 2 in the model's precision, whatever that is."""
 
     name: str
     shape: Shape
     bytes_each: int
 
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.bytes_each
+    def bytes(self, each: int) -> int:
+        return math.prod(self.shape) * (each if self.bytes_each == HALF_BYTES else self.bytes_each)
 
 
 @dataclass(eq=False, frozen=True)
@@ -175,6 +175,8 @@ def _resnet(sizes: Sizes) -> Model:
 
 def _traced(found: Mapping[str, Any], head: str, sizes: Sizes) -> Model:
     tensors = tuple(Tensor(name, tuple(shape), *rest) for name, shape, *rest in found["tensors"])
+    reached = _reached(found["trace"])
+    tensors = tuple(replace(tensor, is_reached=tensor.name in reached) for tensor in tensors)
     buffers = tuple(Buffer(name, tuple(shape), each) for name, shape, each in found["buffers"])
     beyond = _trace(found["beyond"]) if found["beyond"] else None
     return Model(
@@ -182,6 +184,17 @@ def _traced(found: Mapping[str, Any], head: str, sizes: Sizes) -> Model:
         sizes, buffers, head_modules=tuple(found["head_modules"]),
         trace=_trace(found["trace"], window=found["window"], beyond=beyond),
     )  # fmt: skip
+
+
+def _reached(trace: Mapping[str, Any]) -> set[str]:
+    """The parameters that get a gradient, by what the loss is made of."""
+    values, names = trace["values"], set[str]()
+    places = {values[trace["result"]][2]}
+    for op in reversed(trace["ops"]):
+        if not places.isdisjoint(values[number][2] for number in op["out"]):
+            places.update(values[number][2] for number in op["in"] if values[number][3])
+            names.update(op["weights"])
+    return names
 
 
 def _trace(found: Mapping[str, Any], **more: Any) -> Trace:

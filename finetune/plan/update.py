@@ -35,7 +35,8 @@ def update_of(job: Job, machine: Machine, kernels: Kernels, weights: Weights) ->
     rule, ranks, count = KINDS[job.optimizer.kind], job.data_parallel_size, len(weights.trained)
     each, is_fp16 = 1.0 if job.device == "cpu" else HORIZONTAL, job.precision == "fp16"
     if job.engine in (TRAINER, FSDP) or job.zero.stage == 0:
-        shards = [math.prod(piece(t.shape, ranks)) if job.engine == FSDP else t.elements for t in weights.trained]
+        stepped = weights.trained if job.engine == DEEPSPEED else weights.with_gradients
+        shards = [math.prod(piece(t.shape, ranks)) if job.engine == FSDP else t.elements for t in stepped]
         launches = rule.operators * (1 + each * (count - 1)) + 2 * each * count
         moved = job.stepping.moved + CLIP_BYTES * job.stepping.bytes_each / FP32_BYTES
         is_flat = job.engine == DEEPSPEED and job.precision != "fp32"

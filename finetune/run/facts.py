@@ -19,6 +19,7 @@ from finetune.run.sizes import causal_shape
 from finetune.safe_read import read_json_object
 
 NO_LIMIT = 10**9
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")  # the last is MPT's, of its biases by distance
 # The flag that sets how many tokens a sample has: the largest default, the minimum, and why no less.
 TOKENS = {
     "max_seq_length": (512, LEAST_TOKENS, "which leaves no room for text"),
@@ -43,7 +44,7 @@ def positions_of(read: Callable[[str], Any]) -> int:
     if read("relative_attention_num_buckets") and read("is_encoder_decoder"):
         return NO_LIMIT
     read = of_text(read)
-    positions = read("max_position_embeddings") or read("n_positions")
+    positions = next(filter(None, map(read, POSITIONS)), None)
     return int(positions) - RESERVED.get(str(read("model_type")), 0) if positions else NO_LIMIT
 
 

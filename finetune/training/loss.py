@@ -42,9 +42,9 @@ def honours_num_items_in_batch(model: Any, label_is_float: bool = False, label_p
     shape = (PROBE_ROWS, PROBE_TOKENS) if label_per_token else (PROBE_ROWS,)
     for device in ("meta", "cpu"):
         config = copy.deepcopy(model.config)
-        if device == "cpu":
-            shorten(config)
         try:
+            if device == "cpu":
+                shorten(config)  # a Funnel's depth is that of its blocks, and cannot be set
             with torch.random.fork_rng(devices=[]), torch.device(device), torch.enable_grad(), set_zero3_state():
                 twin = type(model)(config)
                 count = torch.ones((), requires_grad=True)

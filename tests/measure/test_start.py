@@ -15,8 +15,10 @@ from finetune.errors import RequestError, RunError
 from finetune.host.hardware import cores_here
 from finetune.measure import start
 from finetune.measure.calibrate import calibrate
+from finetune.measure.models import build
 from finetune.measure.outcome import CRASHED, Outcome
 from finetune.measure.recipe import TRIAL
+from finetune.plan.families.parts import TAGS
 from finetune.plan.from_run import Subject, job_of
 from finetune.plan.job import DEEPSPEED, FSDP, PIPELINE, Job
 from finetune.plan.machine import Machine, find_machine
@@ -34,6 +36,12 @@ LITE = {"model_type": "gptlite", "vocab_size": 65, "num_hidden_layers": 2, "hidd
         "num_attention_heads": 2, "max_position_embeddings": 64}  # fmt: skip
 BASE = Job(model_of(LITE), world_size=2, ranks_per_node=2, micro_batch=3, tokens=32, accumulation=4, device="cpu")
 ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-4}}
+
+
+def test_a_model_without_fused_attention_is_tried_as_a_recipe_would_train_it() -> None:
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    made = {kind: build({"model_type": kind, **small, "vocab_size": 50}, TAGS, "sdpa") for kind in ("bert", "deberta")}
+    assert {kind: one.config._attn_implementation for kind, one in made.items()} == {"bert": "sdpa", "deberta": "eager"}
 
 
 def flags(job: Job, config: dict[str, Any] | None, folder: Path) -> dict[str, str]:

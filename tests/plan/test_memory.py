@@ -13,10 +13,11 @@ from zero_paper import LAYERS, PAPER_GB, RANKS, VOCABULARY, WIDTH, planned_gb, t
 
 from finetune.dsconfig.config import Config
 from finetune.plan.advice import notes
+from finetune.plan.families.parts import CLASSES, SPANS, TAGS
 from finetune.plan.from_run import job_of
 from finetune.plan.job import DEEPSPEED, PIPELINE, TRAINER, Job
 from finetune.plan.machine import find_machine
-from finetune.plan.memory import plan_memory
+from finetune.plan.memory import batch_bytes, plan_memory
 from finetune.plan.model import Buffer, model_of
 from finetune.plan.named import find_model_config
 from finetune.plan.optimizers import Optimizer
@@ -60,6 +61,13 @@ def test_what_is_there_between_steps_is_as_published(name: str, stage: int, publ
         one = replace(one, model=replace(one.model, buffers=MASKS))
     found = plan_memory(one, V100).resident_bytes / GIB
     assert found == pytest.approx(published_gib, abs=0.005 + 0.01 * published_gib)
+
+
+@pytest.mark.parametrize(("head", "labels"), [(CLASSES, 1), (SPANS, 2), (TAGS, 64)])
+def test_a_batch_holds_as_many_labels_as_its_head_reads(head: str, labels: int) -> None:
+    config = {"model_type": "distilbert", "dim": 64, "n_layers": 1, "n_heads": 4, "hidden_dim": 96, "vocab_size": 300}
+    model = model_of({**config, "max_position_embeddings": 64}, head=head)
+    assert batch_bytes(Job(model, micro_batch=3, tokens=64)) == 8 * 3 * (64 + labels)
 
 
 @pytest.mark.parametrize("stage", PAPER_GB)

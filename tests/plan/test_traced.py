@@ -8,24 +8,31 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from traced_here import IN_A_PROCESS, traced_here  # noqa: F401
 
 from finetune.api.planning import plan
 from finetune.errors import RequestError
 from finetune.measure import fitting
-from finetune.measure.models import build_adapted
+from finetune.measure.models import build_adapted, samples
 from finetune.measure.tracing import KERNELS, main, traced
 from finetune.plan import tracing
+from finetune.plan.engines.resident import STATES
 from finetune.plan.families.parts import CAUSAL, MASKED, SEQ2SEQ, SPANS
 from finetune.plan.forward.parts import terms
+from finetune.plan.job import DEEPSPEED, FSDP, Job
+from finetune.plan.machine import find_machine
+from finetune.plan.memory import BUFFERS, plan_memory
 from finetune.plan.model import KINDS, model_of, with_lora
 from finetune.plan.named import find_model_config, model_names
 from finetune.plan.trace_files import KNOWN, file_of, heads_of, known_trace
 from finetune.plan.values import Lora
+from finetune.plan.zero import Zero
 
 # Of every known architecture, unlike those at which its programs were recorded.
 OTHER_SIZES = {
@@ -146,6 +153,7 @@ def test_models_known_by_name_are_planned_without_torch(name: str, monkeypatch: 
          "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "vocab_size": 500,
          "max_position_embeddings": 512, "sliding_window": None},
         LLAVA,
+        {"model_type": "mpt", "d_model": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 500, "max_seq_len": 512},
         {"model_type": "afmoe", **ROUTED, "num_experts": 4, "num_dense_layers": 1},  # with a bias that is never trained
         # Parameters of its layers are as large as its window.
         {"model_type": "inkling2_text", **ROUTED, "n_routed_experts": 4, "sliding_window_size": 128},
@@ -184,6 +192,43 @@ def test_what_no_text_reaches_is_held_without_gradients_and_without_an_adapter()
     trained = {name.removeprefix("base_model.model.") for name, one in real.named_parameters() if one.requires_grad}
     adapted = with_lora(made, Lora(4, tuple(names)))
     assert {tensor.name for tensor in adapted.tensors if tensor.trains} == trained
+
+
+# A pooler whose output no loss reads, embeddings of entities that no sample has, and attention to tokens that see all.
+UNREACHED: dict[str, dict[str, Any]] = {
+    "fnet": {"tpu_short_seq_length": 32},
+    "luke": {"entity_vocab_size": 500, "entity_emb_size": 32, "num_attention_heads": 4},
+    "longformer": {"attention_window": 16, "num_attention_heads": 4},
+}
+
+
+@pytest.mark.parametrize("kind", UNREACHED)
+def test_parameters_that_no_gradient_reaches_have_none_and_no_states(kind: str) -> None:
+    """Under the Trainer alone and FSDP; DeepSpeed's engines give them zeros."""
+    config = {"model_type": kind, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 300,
+              "max_position_embeddings": 128, "type_vocab_size": 2, **UNREACHED[kind]}  # fmt: skip
+    _, real = build_adapted(config, MASKED, "eager", "")
+    real(**{name: one[None] for name, one in samples(config, MASKED, 64).items()}).loss.backward()
+    without = {name for name, one in real.named_parameters() if one.grad is None}
+    made = model_of(config, kind, MASKED)
+    assert {tensor.name for tensor in made.tensors if not tensor.is_reached} == without != set()
+    reached = sum(tensor.elements for tensor in made.tensors if tensor.is_reached)
+    cpu, alone = find_machine("cpu"), Job(made, tokens=64, device="cpu")
+    engines = [replace(alone, engine=DEEPSPEED, zero=Zero(stage=stage)) for stage in range(4)]
+    states = [plan_memory(one, cpu).resident[STATES] for one in (alone, replace(alone, engine=FSDP), *engines)]
+    assert states == pytest.approx([8 * reached] * 2 + [8 * made.parameters] * len(engines), rel=0.01)
+
+
+def test_buffers_in_the_model_s_precision_are_planned_in_that_of_the_run() -> None:
+    config = {"model_type": "ibert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "intermediate_size": 96, "vocab_size": 300, "max_position_embeddings": 128}  # fmt: skip
+    made, cpu = model_of(config, "ibert", MASKED), find_machine("cpu")
+    real = build_adapted(config, MASKED, "eager", "")[1]
+    for dtype, job in ((torch.float32, Job(made, device="cpu")), (torch.bfloat16, Job(made, precision="bf16",
+                       dtype="bfloat16", device="cpu"))):  # fmt: skip
+        held = sum(buffer.nbytes for buffer in real.to(dtype).buffers())
+        assert held > 100_000
+        assert plan_memory(job, cpu).resident[BUFFERS] == held
 
 
 @pytest.mark.parametrize(("recipe", "also"), [("causal_lm", set[str]()), ("seq_cls", {"score.weight"})])

@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForTokenClassification,
     BertConfig,
     DistilBertConfig,
+    FunnelConfig,
     GPT2Config,
     LlamaConfig,
     LlavaConfig,
@@ -137,6 +138,11 @@ def test_a_model_that_cannot_be_asked_is_taken_not_to_honour_the_count() -> None
     trainer = stock_trainer(SilentClassifier(HonestConfig()))
     settle_trainer(trainer)
     assert trainer.model_accepts_loss_kwargs is False
+
+
+def test_a_model_whose_depth_cannot_be_set_is_not_asked_with_one_layer() -> None:
+    config = FunnelConfig(vocab_size=50, d_model=16, n_head=2, d_head=8, d_inner=16, block_sizes=[1, 1])
+    assert settle_loss_scaling(AutoModelForTokenClassification.from_config(config), label_per_token=True) is False
 
 
 @pytest.mark.parametrize("kind", [ClosedClassifier, RefusingClassifier])

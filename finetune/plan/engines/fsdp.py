@@ -63,13 +63,14 @@ class Fsdp(Resident):
             if (key := self._group_of(tensor.name, used)) in keys or tensor.layer is None:
                 self.group_of[tensor.name] = key if key in keys else ROOT
         self.pieces = {tensor.name: math.prod(piece(tensor.shape, self.ranks)) for tensor in self.weights.tensors}
-        self.groups: dict[str, Group] = {}
+        self.stepped, self.groups = self.weights.with_gradients, dict[str, Group]()
+        reduced = {tensor.name for tensor in self.stepped}
         for name, key in self.group_of.items():
             group = self.groups.setdefault(key, Group([], key in (TAIL, ROOT)))
             padded = self.pieces[name] * self.ranks
             group.names.append(name)
             group.elements += padded
-            group.trained += padded * (name in self.trains)
+            group.trained += padded * (name in reduced)
             group.cast += padded * (self._held_bytes(name) != self.size)
         first = {self.group_of[name]: op for op in reversed(used) for name in op.weights}
         for key, group in self.groups.items():
@@ -106,7 +107,7 @@ class Fsdp(Resident):
 
     def hold(self, ledger: Ledger) -> None:
         ledger.take(PARAMETERS, sum(size * self._held_bytes(name) for name, size in self.pieces.items()))
-        self.hold_states(ledger, [piece(tensor.shape, self.ranks) for tensor in self.weights.trained])
+        self.hold_states(ledger, [piece(tensor.shape, self.ranks) for tensor in self.stepped])
 
     def before_module(self, ledger: Ledger, module: str) -> None:
         key = self.group_of[self.modules[module][0]]

@@ -32,6 +32,11 @@ class Weights:
         return [tensor for tensor in self.tensors if tensor.trains]
 
     @property
+    def with_gradients(self) -> list[Tensor]:
+        """torch's optimizers skip all others, and keep no states of them."""
+        return [tensor for tensor in self.trained if tensor.is_reached]
+
+    @property
     def elements(self) -> int:
         return sum(tensor.elements for tensor in self.tensors)
 
@@ -83,6 +88,7 @@ class Resident(Engine):
         self.offloads = zero.offload_optimizer != "none"
         self.kept: set[str] = set()  # parameters whose `grad` is set
         self.pieces = self.elements  # of which the optimizer steps its own
+        self.stepped = weights.trained
 
     def gradient_bytes(self, name: str) -> int:
         return self.elements[name] * self.size if name in self.trains else 0
@@ -116,7 +122,7 @@ class Resident(Engine):
     def step(self, ledger: Ledger) -> None:
         """Gradient norm, clipping, optimizer, and the gather of the new weights; then no gradient is left."""
         ledger.phase = "optimizer"
-        sizes = [self.pieces[tensor.name] for tensor in self.weights.trained]
+        sizes = [self.pieces[tensor.name] for tensor in self.stepped]
         ledger.passing(TEMPORARY, self.optimizer.step_bytes(sizes), "optimizer")
         ledger.give(GRADIENTS, ledger.live.setdefault(GRADIENTS, 0))
         self.kept.clear()
@@ -132,12 +138,13 @@ class Plain(Resident):
         super().__init__(*args)  # type: ignore[arg-type]
         self.buckets, self.is_engine = buckets, is_engine
         self.has_masters = is_engine and self.size < FP32_BYTES
+        self.stepped = self.weights.trained if is_engine else self.weights.with_gradients
 
     def hold(self, ledger: Ledger) -> None:
         ledger.take(PARAMETERS, self.weights.bytes)
         if self.has_masters:
             ledger.take(MASTERS, self.weights.trained_elements * FP32_BYTES)
-        self.hold_states(ledger, [tensor.shape for tensor in self.weights.trained])
+        self.hold_states(ledger, [tensor.shape for tensor in self.stepped])
         if self.buckets:  # DDP keeps them between steps (torch/csrc/distributed/c10d/reducer.cpp)
             ledger.take(BUCKETS, self.weights.trained_elements * self.size)
 
@@ -150,6 +157,9 @@ class Plain(Resident):
             super().gradient(ledger, name)
 
     def end(self, ledger: Ledger) -> None:
+        for tensor in self.weights.trained if self.is_engine and self.is_boundary else ():
+            if not tensor.is_reached:  # DeepSpeed makes zeros (0.19.8, runtime/engine.py, _get_gradients_for_reduction)
+                ledger.take(GRADIENTS, self.gradient_bytes(tensor.name), tensor.name)
         if self.is_engine and self.is_boundary and self.ranks > 1:
             # engine.py, buffered_allreduce_fallback: gradients are flattened, 500 million elements at a time.
             flat = min(self.weights.trained_elements, 500_000_000)
