@@ -41,6 +41,7 @@ import nothing_silent
 import path_flags
 import pipeline
 import plan
+import plan_gpu
 import plan_public
 import post_training
 import profiling
@@ -88,6 +89,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "pipeline": _of("pipeline", pipeline.render),
     "plan": _of("plan", plan.report),
     "plan_public": _of("plan_public", plan_public.page),
+    "plan_gpu": _of("plan_gpu", plan_gpu.page),
     "post_training": _of("post_training", post_training.render),
     "post_training_bf16": _of("post_training_bf16", post_training.render),
     "profiling": _of("profiling", profiling.page),

@@ -50,7 +50,7 @@ rank. They are planned with six constants, fitted to these runs: the rates of pr
 the seconds of a launch, and the bandwidth and latency of the link. A second line gives the errors of held-out runs: for
 each fifth of the runs, the constants are fitted to the other four. `--calibrate` measures these constants instead; its
 accuracy was not measured again after the model was simplified (before: median 11.93%, worst 107.77% on the same runs).
-No GPU was available, so allocator peaks and step times on GPUs are not measured.
+A GPU's allocator peaks and step times are in [plan_gpu.md](plan_gpu.md).
 
 ![Peak memory as planned by finetune, DeepSpeed's estimator and 16 bytes per parameter, over measured peak](plan.png)
 """

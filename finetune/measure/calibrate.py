@@ -10,9 +10,11 @@ between nodes, keeps the shipped profile's values, and `sources` says which is w
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,17 +37,20 @@ PATIENCE_SECONDS = 1800.0
 MEASURED = "measured by finetune.measure.calibrate"
 CONTEXT_SOURCE = (
     f"{MEASURED}: mem_get_info's total less free less torch's memory_reserved, of one process, before NCCL and any "
-    "kernel but one; other programs on the GPU count, kernels that are loaded later do not; this code was written "
-    "without a GPU to try it on"
+    "kernel but one; other programs on the GPU count, kernels that are loaded later do not"
 )
 UNKNOWN_GPU = "A100-40GB"  # supplies the values that are not measured for a GPU without a profile
-# The reference runs. On a CPU operators take longer than their launches even in a small model; on a GPU they must be
-# large, else the run would measure host overhead, which large models hide.
+# The reference runs. On a CPU operators take longer than their launches even in a small model. On a GPU a small one
+# shows how long the host takes for launches, and a large one the GPU: on a slow host, 8 layers of width 1024 only show
+# the host, so that all plans were too slow (docs/results/plan_gpu.md).
 REFERENCE_LAYOUTS = ("none", "zero2")
 REFERENCE_STEPS = 20
-SMALL = {"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 6, "vocab_size": 1000}
-LARGE = {"num_hidden_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "vocab_size": 8000,
-         "max_position_embeddings": 512}  # fmt: skip
+SMALL = {"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 6, "vocab_size": 1000,
+         "max_position_embeddings": 96}  # fmt: skip
+LARGE = {"num_hidden_layers": 4, "hidden_size": 2048, "num_attention_heads": 16, "vocab_size": 8000,
+         "max_position_embeddings": 1024}  # fmt: skip
+BATCH = 6
+NEAR = 4.0  # a launch in a run takes at most as many times longer, or shorter, than in a network alone
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -74,9 +79,33 @@ def calibrate(out: Path, ranks: int = 2, quick: bool = False, nvme_path: Path | 
             raise RunError(f"the calibration failed: {ended.reason}")
         machine = read_machine(found)
     if not quick:
-        sources = machine.sources | {"step_factor": f"{MEASURED}, on {len(REFERENCE_LAYOUTS)} reference runs"}
-        machine = replace(machine, step_factor=_step_factor(machine, ranks), sources=sources)
+        machine = _as_in_runs(machine, ranks)
     write_machine(machine, out)
+
+
+def _as_in_runs(machine: Machine, ranks: int) -> Machine:
+    """The machine with what only runs show: a GPU's host is slower under the Trainer, and real steps take longer than
+    planned from operators measured one by one, as caches are shared, and ranks wait for the slowest. Raises RunError if
+    a reference run fails."""
+    sources = {**machine.sources, "step_factor": f"{MEASURED}, on {len(REFERENCE_LAYOUTS)} reference runs"}
+    if machine.device != "cpu":
+        sources["launch_seconds"] = f"{MEASURED}, on a reference run of a small model"
+        machine = replace(machine, launch_seconds=_launch_seconds(machine, ranks))
+    return replace(machine, step_factor=_step_factor(machine, ranks), sources=sources)
+
+
+def _launch_seconds(machine: Machine, ranks: int) -> float:
+    """With which the steps of a small model last as long as planned."""
+    job, machine = reference(machine, ranks, SMALL), replace(machine, step_factor=1.0)
+    seconds = _reference_seconds(job, "none")
+    low, high = machine.launch_seconds / NEAR, machine.launch_seconds * NEAR
+    while high / low > 1.001:
+        middle = math.sqrt(low * high)
+        if plan_seconds(job, replace(machine, launch_seconds=middle)).total < seconds:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
 def _check(out: Path, ranks: int, nvme_path: Path | None) -> None:
@@ -99,30 +128,31 @@ def _check(out: Path, ranks: int, nvme_path: Path | None) -> None:
 
 
 def _step_factor(machine: Machine, ranks: int) -> float:
-    """How much longer real steps take than planned from operators measured one by one: in a real step caches are
-    shared, ranks wait for the slowest, and the training loop has its own overhead. Raises RunError if a reference run
-    fails."""
+    """How much longer the steps of reference runs take than planned: the geometric mean."""
     machine = replace(machine, step_factor=1.0)
     ratios = []
     for layout in REFERENCE_LAYOUTS:
-        job = laid_out(reference(machine, ranks), layout)
-        got = attempt(job, None if layout == "none" else shipped(layout), REFERENCE_STEPS)
-        if isinstance(got, str):
-            raise RunError(f"a reference run of the calibration ({layout}) ended: {got}.")
-        ratios.append(got.step_seconds / plan_seconds(job, machine).total)
+        job = laid_out(reference(machine, ranks, SMALL if machine.device == "cpu" else LARGE), layout)
+        ratios.append(_reference_seconds(job, layout) / plan_seconds(job, machine).total)
     return round(statistics.geometric_mean(ratios), 3)
 
 
-def reference(machine: Machine, ranks: int) -> Job:
-    """The run that shows how much longer real steps take than the sum of their operators."""
+def _reference_seconds(job: Job, layout: str) -> float:
+    got = attempt(job, None if layout == "none" else shipped(layout), REFERENCE_STEPS)
+    if isinstance(got, str):
+        raise RunError(f"a reference run of the calibration ({layout}) ended: {got}.")
+    return got.step_seconds
+
+
+def reference(machine: Machine, ranks: int, shape: Mapping[str, int]) -> Job:
     is_cpu = machine.device == "cpu"
     half = "bf16" if "bf16" in machine.peak_flops else "fp16" if "fp16" in machine.peak_flops else "fp32"
     return Job(
-        model_of(find_model_config("gptlite-tiny") | (SMALL if is_cpu else LARGE)),
+        model_of({**find_model_config("gptlite-tiny"), **shape}),
         world_size=ranks,
         ranks_per_node=ranks,
-        micro_batch=6,
-        tokens=96 if is_cpu else LARGE["max_position_embeddings"],
+        micro_batch=BATCH,
+        tokens=shape["max_position_embeddings"],
         precision="fp32" if is_cpu else half,
         device="cpu" if is_cpu else "cuda",
     )
@@ -211,8 +241,8 @@ def known_gpu(name: str) -> Machine:
 def _precisions(device: str) -> tuple[str, ...]:
     from finetune.training.runtime import choose_precision
 
-    best = choose_precision(device != "cpu")
-    return ("fp32",) if best == "fp32" else ("fp32", best)
+    found = ("fp32", choose_precision(device != "cpu"))
+    return tuple(dict.fromkeys(found if device == "cpu" else (*found, "fp16")))
 
 
 def _sizes(device: str, ranks: int) -> dict[str, Any]:

@@ -85,7 +85,9 @@ def product_rates(device: str, precision: str, budget: Budget, meet: Callable[[]
 def stream_rate(device: str, budget: Budget, meet: Callable[[], None]) -> float:
     """Bytes per second that operators on fp32 read and write: the geometric mean."""
     elements = budget.elements * (1 if device == "cpu" else GPU_TIMES)
-    tensors = [torch.randn(elements // WIDTH, WIDTH, device=device) for _ in range(max(2, COLD_BYTES // (4 * elements)))]
+    tensors = [
+        torch.randn(elements // WIDTH, WIDTH, device=device) for _ in range(max(2, COLD_BYTES // (4 * elements)))
+    ]
     found = []
     for run in OPERATORS:
         meet()

@@ -15,7 +15,7 @@ from conftest import REPO
 from finetune.errors import RequestError
 from finetune.host.hardware import cores_here
 from finetune.measure import calibrate as module
-from finetune.measure.calibrate import calibrate, known_gpu, reference
+from finetune.measure.calibrate import LARGE, SMALL, calibrate, known_gpu, reference
 from finetune.measure.links import disk, fit
 from finetune.measure.outcome import DONE, Outcome
 from finetune.measure.start import Measured
@@ -103,7 +103,7 @@ def test_a_gpu_that_is_not_known_says_what_its_figures_are() -> None:
 def test_the_reference_is_a_job_for_this_machine(name: str, precision: str) -> None:
     """On a GPU its products take longer than their launches, so that the device is measured and not the host."""
     machine = find_machine(name)
-    job = reference(machine, 2)
+    job = reference(machine, 2, SMALL if name == "cpu" else LARGE)
     step = plan_seconds(job, machine)
     assert (job.precision, job.world_size, job.device) == (precision, 2, "cpu" if name == "cpu" else "cuda")
     assert job.tokens <= job.model.sizes("max_position_embeddings")
@@ -134,6 +134,28 @@ def test_the_factor_is_the_geometric_mean_of_measured_over_planned(
     assert tried == ["trainer", "deepspeed"]
     assert found.step_factor == pytest.approx(4.0)
     assert found.sources["step_factor"].startswith("measured")
+
+
+def test_on_a_gpu_a_launch_takes_as_long_as_in_a_small_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host takes three times as long under the Trainer as in the network that was timed alone."""
+    machine = find_machine("H200")
+    real = replace(machine, launch_seconds=3 * machine.launch_seconds)
+
+    def attempt(job: Job, config: dict[str, Any] | None, steps: int) -> Measured:
+        return Measured((0,), (0,), plan_seconds(job, real).total)
+
+    def run(command: list[str], log: Path, patience: float) -> Outcome:
+        write_machine(machine, log.with_name("machine.json"))
+        return Outcome(DONE)
+
+    monkeypatch.setattr(module, "attempt", attempt)
+    monkeypatch.setattr(module, "run", run)
+    monkeypatch.setattr(module, "gpus_here", lambda: 1)
+    calibrate(tmp_path / "here.json", ranks=1)
+    found: Machine = find_machine(str(tmp_path / "here.json"))
+    assert found.launch_seconds == pytest.approx(real.launch_seconds, rel=0.01)
+    assert found.step_factor == pytest.approx(1.0, abs=0.01)
+    assert found.sources["launch_seconds"].startswith("measured")
 
 
 def test_a_line_is_found_again() -> None:

@@ -67,6 +67,8 @@ class Zero3(Resident):
         self.piece = sum(self.pieces.values())
         self.trained_piece = sum(self.pieces[name] for name in self.trains)
         self.groups = self.weights.sub_groups(self.ranks, self.zero.sub_group_size)
+        # A rank alone uses its shards as they are (partition_parameters.py, NoGatherCoalescedHandle).
+        self.gathered_size = 0 if self.ranks == 1 and self.zero.offload_param == "none" else self.size
         self.here: set[str] = set()  # gathered
         self.second: set[str] = set()  # those of which hpZ keeps a secondary shard
         self.live = 0  # gathered elements that are not persistent
@@ -107,7 +109,7 @@ class Zero3(Resident):
         home.take(GRADIENTS, self.trained_piece * self.size)  # grad_partitions_flat_buffer
         if self.zero.contiguous_gradients:
             ledger.take(BUCKETS, self.zero.reduce_bucket_size * self.size)
-        ledger.take(GATHERED, sum(self.elements[name] for name in self.persistent) * self.size)
+        ledger.take(GATHERED, sum(self.elements[name] for name in self.persistent) * self.gathered_size)
         self.here = set(self.persistent)
 
     def begin(self, ledger: Ledger, is_first: bool, is_boundary: bool) -> None:
@@ -150,7 +152,7 @@ class Zero3(Resident):
                 self.here.discard(name)
                 self.live -= self.elements[name]
                 self._keep_second(ledger, name)
-                ledger.give(GATHERED, self.elements[name] * self.size)
+                ledger.give(GATHERED, self.elements[name] * self.gathered_size)
 
     def _keep_second(self, ledger: Ledger, name: str) -> None:
         """hpZ: the first release of a parameter leaves a shard of it, cut within the node, from which it is gathered
@@ -168,13 +170,13 @@ class Zero3(Resident):
             return
         elements = sum(self.pieces[name] * self.ranks for name in names)
         self.gathers.append(Gather(ledger.phase, elements, len(names)))
-        flat = elements * self.size
+        flat = elements * self.size if self.ranks > 1 else 0
         if self.zero.quantized_weights:  # as received, and dequantized (partition_parameters.py, QuantizationInfo)
             flat += flat // self.size
         whole = sum(self.elements[name] for name in names)
         self.live += whole
         ledger.take(GATHERED, flat, where)
-        ledger.take(GATHERED, whole * self.size, where)
+        ledger.take(GATHERED, whole * self.gathered_size, where)
         ledger.give(GATHERED, flat)
         self.here.update(names)
 
@@ -217,7 +219,7 @@ class Zero3(Resident):
         ledger.phase = "optimizer"
         for name in sorted(self.here - self.persistent):
             self._keep_second(ledger, name)
-        kept = sum(self.elements[name] for name in self.persistent) * self.size
+        kept = sum(self.elements[name] for name in self.persistent) * self.gathered_size
         ledger.give(GATHERED, ledger.live.get(GATHERED, 0))
         for group in () if self.offloads else self.groups:
             ledger.take(GRADIENTS, group * FP32_BYTES, "fp32 gradients of a sub-group")
