@@ -41,8 +41,6 @@ PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "
 SAID_LINES = {True: 12, False: 30}  # lines kept of a part's output: done or not
 OUT, MACHINE = "OUT", "OUT/gpu_machine.json"  # OUT: the folder of results, in a part's command
 PLAN = ("-m", "finetune.cli", "plan")
-VERIFY = ("--gpu", MACHINE, "--nodes", "1", "--gpus_per_node", "1", "--bf16", "True", "--verify")
-LLAMA = ("--per_device_train_batch_size", "4", "--block_size", "2048")
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,8 @@ def results(name: str) -> tuple[str, ...]:
 PARTS = (
     Part("calibrate", "This GPU's profile for `finetune plan`: rates of products and memory, the link to the host.",
          (*PLAN, "--calibrate", MACHINE, "--ranks", "1"), 5, ("gpu_machine.json",)),
-    Part("verify_gpt2", "GPT-2, 16 x 1,024 tokens, planned with that profile, then run.",
-         (*PLAN, "gpt2", *VERIFY, "--per_device_train_batch_size", "16", "--block_size", "1024"), 2),
-    Part("verify_llama", "Llama-3.2-1B under ZeRO-2, 4 x 2,048 tokens, planned, then run.",
-         (*PLAN, "Llama-3.2-1B", *VERIFY, *LLAMA, "--deepspeed", "zero2"), 2),
+    Part("plan", "Memory and step times of many runs; plan_gpu.py --compare plans the same.",
+         ("benchmarks/plan_gpu.py", "--measure", "OUT/plan_gpu"), 8, ("plan_gpu/facts.json",)),
     Part("gpt2", "GPT-2 124M: the recipe, the stock Trainer and a compiled plain loop, tokens/s and MFU.",
          ("benchmarks/causal_lm_gpu.py", "--parts", "training", "--repeats", "1", "--out", OUT), 8,
          results("causal_lm_gpu")),

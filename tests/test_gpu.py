@@ -157,14 +157,6 @@ def test_each_command_takes_the_flags_that_it_is_given(part: Part, monkeypatch: 
         main()
 
 
-def test_what_is_verified_can_be_planned_and_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    verified = [part.command[2:] for part in PARTS if "--verify" in part.command]
-    assert len(verified) == 2
-    for words in verified:
-        shipped = {gpu.MACHINE: "H200", "--verify": "--no_search"}
-        assert finetune([shipped.get(word, word) for word in words]) == 0, capsys.readouterr().out
-
-
 def test_parts_have_names_of_their_own_and_fit_into_a_command_of_ten_minutes() -> None:
     assert len({part.name for part in PARTS}) == len(PARTS) > 9
     assert max(part.minutes for part in PARTS) <= 9

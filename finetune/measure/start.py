@@ -29,8 +29,8 @@ PATIENCE_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Measured:
-    """Each rank's bytes between steps and at the peak, and the run's median seconds per step. On a GPU `peak_bytes` are
-    its allocator's; `reserved_bytes`, of the blocks that it has reserved, is empty on a CPU."""
+    """Each rank's bytes between steps and at the peak, and the run's median seconds per step. On a GPU these bytes are
+    its allocator's, and `reserved_bytes` those of the blocks that it has reserved."""
 
     resident_bytes: tuple[int, ...]
     peak_bytes: tuple[int, ...]
@@ -144,7 +144,7 @@ def _with_folder_for_states(config: dict[str, Any]) -> dict[str, Any]:
 def _read(folder: Path, ranks: int) -> Measured:
     each = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
     return Measured(
-        tuple(one["between_steps_bytes"] for one in each),
+        tuple(one.get("resting_bytes") or one["between_steps_bytes"] for one in each),
         tuple(one.get("allocated_bytes") or max(one["step_peaks_bytes"].values()) for one in each),
         statistics.median(max(times) for times in zip(*(one["seconds"] for one in each), strict=True)),
         tuple(one["reserved_bytes"] for one in each if "reserved_bytes" in one),

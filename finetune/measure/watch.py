@@ -25,6 +25,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.step_peaks: list[dict[str, int]] = []
         self.seconds: list[float] = []
         self.begun = 0.0
+        self.resting = 0
         self.bounds: list[int] = []  # of a pipeline's stages
 
     @property
@@ -62,6 +63,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         elif state.global_step > OBSERVED_STEPS + self.warm_steps:
             self.seconds.append(time.perf_counter() - self.begun)
         if self.on_gpu and state.global_step == OBSERVED_STEPS + self.warm_steps:
+            self.resting = int(torch.cuda.memory_allocated())
             torch.cuda.reset_peak_memory_stats()
 
     def follow(self, model: Any) -> None:
@@ -81,15 +83,14 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     @property
     def allocator(self) -> dict[str, int]:
-        """Bytes at the peak of the timed steps by CUDA's allocator: of tensors, and of the blocks that it has reserved
-        for them; and what is used of the GPU now, by all of its processes. Empty on a CPU."""
+        """Bytes by CUDA's allocator: of tensors between steps and at the peak of the timed ones, and of the blocks that
+        it has reserved for them. Empty on a CPU."""
         if not self.on_gpu:
             return {}
-        free, total = torch.cuda.mem_get_info()
         return {
+            "resting_bytes": self.resting,
             "allocated_bytes": int(torch.cuda.max_memory_allocated()),
             "reserved_bytes": int(torch.cuda.max_memory_reserved()),
-            "device_bytes": int(total - free),
         }
 
     @property

@@ -18,6 +18,7 @@ from finetune.measure.calibrate import calibrate
 from finetune.measure.models import build
 from finetune.measure.outcome import CRASHED, Outcome
 from finetune.measure.recipe import TRIAL
+from finetune.measure.start import Measured
 from finetune.plan.families.parts import TAGS
 from finetune.plan.from_run import Subject, job_of
 from finetune.plan.job import DEEPSPEED, FSDP, PIPELINE, Job
@@ -197,6 +198,15 @@ def test_several_nodes_and_weights_of_4_bits_are_refused() -> None:
 def stand_in(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """In place of the launcher: what a run that takes half a minute would leave in its folder."""
     monkeypatch.setattr(start, "started", lambda launcher, ranks: ["sh", "-c", code, "sh"])
+
+
+def test_on_a_gpu_bytes_are_those_of_its_allocator(tmp_path: Path) -> None:
+    given = {"between_steps_bytes": 1, "step_peaks_bytes": {"forward": 2}, "seconds": [0.1, 0.3, 0.2]}
+    of_allocator = {"resting_bytes": 10, "allocated_bytes": 20, "reserved_bytes": 30}
+    (tmp_path / "rank-0.json").write_text(json.dumps({**given, **of_allocator}))
+    assert start._read(tmp_path, 1) == Measured((10,), (20,), 0.2, (30,))
+    (tmp_path / "rank-0.json").write_text(json.dumps(given))
+    assert start._read(tmp_path, 1) == Measured((1,), (2,), 0.2)
 
 
 FIGURES = '{"between_steps_bytes": 1048576, "step_peaks_bytes": {"forward": 2097152}, "seconds": [0.1]}'

@@ -28,3 +28,8 @@ def test_the_peak_of_a_gpus_allocator_is_planned(case: Case) -> None:
 def test_every_measured_run_is_planned() -> None:
     assert len(MEASURED) > 30
     assert not MEASURED.keys() - {case.name for case in CASES}
+
+
+def test_all_runs_fit_into_80_gib() -> None:
+    machine = find_machine("H100-80GB")
+    assert max(plan_memory(case.job, machine).step_peak.bytes for case in CASES) < 0.9 * machine.memory_bytes
