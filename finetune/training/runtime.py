@@ -136,6 +136,8 @@ def quiet_libraries(launch: Launch) -> None:
     # DeepSpeed broadcasts a pipeline's tied weights outside of no_grad, which produces no gradients (0.19.8,
     # runtime/pipe/module.py, _synchronize_tied_weights).
     warnings.filterwarnings("ignore", category=UserWarning, message=r".*c10d::broadcast_: an autograd kernel")
+    # Each rank's only GPU is the current one, which a barrier over NCCL says it uses (torch 2.11, barrier).
+    warnings.filterwarnings("ignore", category=UserWarning, message=r"barrier\(\): using the device under")
     # transformers 5.23 warns peft about names that version 6 removes; users cannot fix that.
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".*deprecated and will be removed in v6")
     if not launch.speaks:
