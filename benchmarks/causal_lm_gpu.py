@@ -288,8 +288,10 @@ def render(results: dict) -> str:
         lines += ["", TRIAL_NOTE]
     lines += ["", "| figure | run | divided by | measured | target | met |", "|---|---|---|---|---|---|"]
     for part, figure, run, other, asked in ASKED:
-        if part in results and {run, other or run} <= results[part]["runs"].keys():
-            runs = results[part]["runs"]
+        runs = results.get(part, {}).get("runs", {})
+        if not {run, other or run} <= runs.keys():
+            lines.append(f"| {figure} | {run} | {other or '-'} | not measured | {asked} | - |")
+        else:
             own, base = (statistics.median(row[figure] for row in runs[name]) for name in (run, other or run))
             found, bound = own / (base or math.nan) if other else own, float(asked[3:])
             met = "yes" if (found >= bound if asked[0] == ">" else found <= bound) else "no"

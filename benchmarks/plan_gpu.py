@@ -50,19 +50,22 @@ INTRODUCTION = """# Planned and measured on one GPU
 `python benchmarks/plan_gpu.py --measure runs/plan_gpu` on the GPU, then
 `python benchmarks/plan_gpu.py --compare runs/plan_gpu --machine {machine}`.
 
-Each run is a process of its own on one {gpu} ({versions}; {date}), with random weights and synthetic tokens: a real run
-of the Trainer or of DeepSpeed. A name has the model, samples x tokens, the precision and the layout; `none` is the
-Trainer alone, which keeps bf16 runs' weights in fp32 under autocast. Peaks are those of CUDA's allocator
-(`torch.cuda.max_memory_allocated`) over the timed steps; step times are medians of eight steps, each from a
-synchronized start. Every run was measured once. Runs started side by side, but used the GPU one after the other.
+Each run is a process of its own on one {gpu} ({versions}; {date}),
+with random weights and synthetic tokens: a real run of the Trainer or of DeepSpeed. A name has the model, samples x
+tokens, the precision and the layout; `none` is the Trainer alone, which keeps bf16 runs' weights in fp32 under autocast.
+Peaks are those of CUDA's allocator (`torch.cuda.max_memory_allocated`) over the timed steps; step times are medians of
+eight steps, each from a synchronized start. Every run was measured once. Runs started side by side, but used the GPU
+one after the other.
 
-These runs found three errors of the planner, since mended: GPT-2's activation has a power, which autocast computes in
-fp32 on a GPU, but not on a CPU (-15%, and -23% with a chunked loss); a rank alone under ZeRO-3 does not copy the
-weights that it gathers (+6%); and `--calibrate` measured memory with tensors so small that launches took longer.
+All plans here are those of today, after these runs had found three errors of the planner, so they are not held out.
+GPT-2's activation has a power, which autocast computes in fp32 on a GPU, but not on a CPU (-15%, and -23% with a
+chunked loss); a rank alone under ZeRO-3 does not copy the weights that it gathers (+6%); and `--calibrate` measured memory with
+tensors so small that launches took longer.
 
-What this does not show: several GPUs, other chips, flash-attn, offload, and compiled models. The machine's processor is
-slow to launch kernels, so most of these steps wait for it, which the shipped profile does not expect. What is still too
-low in small runs are rests of up to 1 MiB that the allocator leaves in a block; plans do not count them.
+What this does not show: several GPUs, other chips, flash-attn, offload, compiled models, encoder-decoders, mixtures of
+experts and pictures. The machine's processor is slow to launch kernels, so most of these steps wait for it, which the
+shipped profile does not expect. What is still too low in small runs are rests of up to 1 MiB that the allocator leaves
+in a block; plans do not count them.
 """
 CLASSES = "sequence_classification"
 # Models that are not known by name.
@@ -182,7 +185,7 @@ def measure_all(cases: Iterable[Case], folder: Path, workers: int) -> None:
 def compare(folder: Path, machine: Machine) -> dict[str, Any]:
     """Plans of what was measured: bytes for `machine`, its profile; seconds by that, and by constants fitted to the
     other four fifths of the runs."""
-    found, jobs, failed = [], {}, {}
+    found, jobs, absent = [], {}, {}
     for case in CASES:
         path = folder / f"{case.name}.json"
         got = json.loads(path.read_text()) if path.is_file() else None
@@ -193,8 +196,8 @@ def compare(folder: Path, machine: Machine) -> dict[str, Any]:
                 "name": case.name, "peak": [planned, max(got["peak_bytes"])], "reserved": max(got["reserved_bytes"]),
                 "seconds": [plan_seconds(job, machine).total, got["step_seconds"]],
             })  # fmt: skip
-        elif got:
-            failed[case.name] = got
+        else:
+            absent[case.name] = got or "not measured: the time on the GPU was over"
     for fold in range(FOLDS):
         asked = found[fold::FOLDS]
         others = [row for row in found if row not in asked]
@@ -203,7 +206,7 @@ def compare(folder: Path, machine: Machine) -> dict[str, Any]:
             row["held_out"] = plan_seconds(jobs[row["name"]], fit).total
     whole = fitted(machine, [(jobs[row["name"]], row["seconds"][1]) for row in found])
     facts = json.loads((folder / "facts.json").read_text())
-    return {**facts, "machine": machine.name, "constants": constants(whole), "rows": found, "failed": failed}
+    return {**facts, "machine": machine.name, "constants": constants(whole), "rows": found, "absent": absent}
 
 
 def constants(machine: Machine) -> list[float]:
@@ -260,7 +263,8 @@ def page(found: dict[str, Any]) -> str:
         f"{memory / 1e12:.2f} TB/s, and {launch * 1e6:.0f} microseconds for a launch. The first is more than the chip "
         "has: a fit of so few constants trades one for another, so they must not be read one by one.",
         "",
-        *(f"- {name}: {why}" for name, why in found["failed"].items()),
+        *(f"- {name}: {why}" for name, why in found["absent"].items()),
+        "",
         "| run | peak MiB, planned | measured | error | reserved / peak | step ms, shipped profile | fitted | measured "
         "| error, shipped | error, fitted |",
         "|---|" + "---:|" * 9,

@@ -10,7 +10,6 @@ between nodes, keeps the shipped profile's values, and `sources` says which is w
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import statistics
 import tempfile
@@ -50,7 +49,6 @@ SMALL = {"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 6, "
 LARGE = {"num_hidden_layers": 4, "hidden_size": 2048, "num_attention_heads": 16, "vocab_size": 8000,
          "max_position_embeddings": 1024}  # fmt: skip
 BATCH = 6
-NEAR = 4.0  # a launch in a run takes at most as many times longer, or shorter, than in a network alone
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -95,16 +93,19 @@ def _as_in_runs(machine: Machine, ranks: int) -> Machine:
 
 
 def _launch_seconds(machine: Machine, ranks: int) -> float:
-    """With which the steps of a small model last as long as planned."""
+    """With which the steps of a small model last as long as planned; at least what a network alone has shown."""
     job, machine = reference(machine, ranks, SMALL), replace(machine, step_factor=1.0)
     seconds = _reference_seconds(job, "none")
-    low, high = machine.launch_seconds / NEAR, machine.launch_seconds * NEAR
-    while high / low > 1.001:
-        middle = math.sqrt(low * high)
-        if plan_seconds(job, replace(machine, launch_seconds=middle)).total < seconds:
-            low = middle
-        else:
-            high = middle
+
+    def is_too_short(launch: float) -> bool:
+        return plan_seconds(job, replace(machine, launch_seconds=launch)).total < seconds
+
+    low = high = machine.launch_seconds
+    while is_too_short(high):
+        low, high = high, 2 * high
+    while high > 1.001 * low:
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_too_short(middle) else (low, middle)
     return high
 
 

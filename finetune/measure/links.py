@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import distributed, nn
 
-from finetune.measure.rates import seconds_of, synchronize
+from finetune.measure.rates import CALLS, seconds_of, synchronize
 from finetune.plan.machine import Link, Nvme
 from finetune.plan.tape import Tape
 from finetune.plan.values import Numbers
@@ -77,7 +77,7 @@ def launch_seconds(device: str, least: float) -> float:
         for _ in range(LAYERS):
             value = tape.linear(tape.layer_norm(value, "norm"), "up")
             value = tape.linear(tape.unary("gelu", value), "up")
-    return seconds_of(step, least) / sum(op.kernels + op.kernels_back for op in tape.ops)
+    return seconds_of(step, least, CALLS[device]) / sum(op.kernels + op.kernels_back for op in tape.ops)
 
 
 def cpu_adam_rate(elements: int, least: float) -> float | None:

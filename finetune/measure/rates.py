@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTH = 256
 COLD_BYTES = 32 * 2**20  # operands used in turn, larger than a core's cache
 GPU_TIMES = 32  # as many elements as on a CPU, else the start of a kernel would take longer than the kernel
-CALLS_IN_A_ROW = 8  # on a GPU between two waits for it, for the same reason
+CALLS = {"cpu": 1, "cuda": 8}  # between two waits, for the same reason
 # Rows, fan-out and fan-in of linear layers: a small model's on a CPU, a large one's on a GPU.
 LAYERS = {
     "cpu": ((1024, 256, 256), (1024, 1024, 256), (1024, 256, 1024), (1024, 1024, 1024), (256, 4096, 256)),
@@ -40,18 +41,17 @@ class Budget:
     layers: int = 5
 
 
-def seconds_of(run: Callable[[int], object], least: float) -> float:
+def seconds_of(run: Callable[[int], object], least: float, calls: int = 1) -> float:
     """Seconds of `run(i)`, called with 0, 1, ... at least five times and for `least` seconds: the lower quartile, since
-    other load on the machine only adds time."""
+    other load on the machine only adds time. A GPU is waited for after each `calls`."""
     run(0)
     synchronize()
-    calls = CALLS_IN_A_ROW if torch.cuda.is_available() else 1
     found: list[float] = []
     end = time.perf_counter() + least
     while len(found) < 5 or time.perf_counter() < end:
         start = time.perf_counter()
-        for _ in range(calls):
-            run(len(found) + 1)
+        for number in range(calls):
+            run(1 + calls * len(found) + number)
         synchronize()
         found.append((time.perf_counter() - start) / calls)
     return statistics.quantiles(found, n=4)[0]
@@ -77,9 +77,14 @@ def product_rates(device: str, precision: str, budget: Budget, meet: Callable[[]
         seconds = 0.0
         for way in ways:
             meet()
-            seconds += seconds_of(lambda index, way=way, sets=sets: way(*sets[index % len(sets)]), budget.seconds)  # type: ignore[misc]
+            run = partial(_turn, way, sets)
+            seconds += seconds_of(run, budget.seconds, CALLS[device])
         found.append(len(ways) * 2 * m * n * k / seconds)
     return found
+
+
+def _turn(way: Callable[[Any, Any, Any], Any], sets: Sequence[tuple[Any, Any, Any]], index: int) -> Any:
+    return way(*sets[index % len(sets)])
 
 
 def stream_rate(device: str, budget: Budget, meet: Callable[[], None]) -> float:
@@ -91,6 +96,6 @@ def stream_rate(device: str, budget: Budget, meet: Callable[[], None]) -> float:
     found = []
     for run in OPERATORS:
         meet()
-        seconds = seconds_of(lambda index, run=run: run(tensors[index % len(tensors)]), budget.seconds)  # type: ignore[misc]
+        seconds = seconds_of(lambda index, run=run: run(tensors[index % len(tensors)]), budget.seconds, CALLS[device])  # type: ignore[misc]
         found.append(2 * 4 * elements / seconds)
     return statistics.geometric_mean(found)

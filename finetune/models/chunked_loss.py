@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from finetune.data.packing import IGNORED
 from finetune.errors import RequestError
 from finetune.models.probes import small_copy, tried
-from finetune.run.facts import loss_chunk_tokens
+from finetune.run.facts import SCORED_PARTS, loss_chunk_tokens
 
 PROBE_VOCABULARY = 16
-SCORED_PARTS = 4  # of a chunk, whose logits in fp32 exist one after the other
+SHRUNK = 64  # how much smaller fp16's products are made that sum over many rows, or they might overflow
 
 
 def choose_chunk_tokens(asked: int | None, model: Any, device: str, changes: Mapping[str, Any] | None = None) -> int:
@@ -54,7 +54,7 @@ class LossHead(nn.Linear):
         weight, bias = self.weight, self.bias
         if torch.is_autocast_enabled(x.device.type):
             rows = rows.to(torch.get_autocast_dtype(x.device.type))
-        if self.trains_on_sum and torch.is_grad_enabled():
+        if not self.by_token and self.lesson is None and torch.is_grad_enabled():
             total, losses = _SumAndLosses.apply(rows, weight, bias, targets, self.chunk_tokens)
             if self.keeps_losses:
                 self.losses = losses
@@ -67,10 +67,6 @@ class LossHead(nn.Linear):
             return self._row_sums(rows, weight, bias, targets)
         given: torch.Tensor = self.lesson(rows, weight, bias, targets, self.items, self.chunk_tokens)
         return given
-
-    @property
-    def trains_on_sum(self) -> bool:
-        return not self.by_token and self.lesson is None
 
     def _row_sums(self, rows: Any, weight: Any, bias: Any, targets: Any) -> torch.Tensor:
         """For evaluation: the loss, correct predictions and targets of each row of the batch, (B, 3)."""
@@ -95,7 +91,8 @@ class LossHead(nn.Linear):
 class _SumAndLosses(torch.autograd.Function):
     """The summed loss of `rows` (N, hidden size), and each loss (N,), 0 where there is no target; both in fp32. `rows`
     have the precision of the products. Gradients are computed in the forward pass, a chunk at a time, so that logits
-    are computed only once; a second backward pass is not possible."""
+    are computed only once. Those of a weight in fp32 or fp16 are summed in fp32, those of one in bf16 are rounded after
+    each chunk, as by torch's operator."""
 
     @staticmethod
     def forward(
@@ -107,6 +104,7 @@ class _SumAndLosses(torch.autograd.Function):
         ]
         losses = rows.new_zeros(len(rows), dtype=torch.float32)
         weight, bias = weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype)
+        shrunk = SHRUNK if rows.dtype == torch.float16 else 1
         for start in range(0, len(rows), chunk):
             some, wanted, into = (x[start : start + chunk] for x in (rows, targets, losses))
             logits = nn.functional.linear(some, weight, bias)
@@ -117,7 +115,7 @@ class _SumAndLosses(torch.autograd.Function):
             if of_weight is not None and of_weight.dtype == rows.dtype:
                 of_weight.addmm_(logits.T, some * keep)
             elif of_weight is not None:
-                of_weight += logits.T @ (some * keep)
+                of_weight.add_(logits.T @ (some * (keep / shrunk)), alpha=shrunk)
             if of_bias is not None:
                 of_bias += (keep.T @ logits)[0]
             del logits  # before the next chunk's exist
@@ -126,7 +124,9 @@ class _SumAndLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        made, ctx.made = ctx.made, None
+        if ctx.made is None:
+            raise RuntimeError("a chunked loss has no second backward pass. Compute the loss again.")
+        made, ctx.made = ctx.made, None  # an engine may keep the loss, and with it what it saved
         return (*(None if one is None else one.mul_(upstream[0]) for one in made), None, None)
 
 
@@ -134,7 +134,7 @@ def _score(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, at
     """Put the losses of `logits` (N, V) into `losses` (N,), and their gradients in place of `logits`; those of rows
     without a target are meaningless. All is computed in fp32, for `at_once` rows at a time."""
     for some, wanted, into in zip(*(x.split(at_once) for x in (logits, targets, losses)), strict=True):
-        place = wanted.clamp(min=0)[:, None]
+        place = wanted.masked_fill(wanted == IGNORED, 0)[:, None]
         scores = some.log_softmax(-1, dtype=torch.float32)
         of_target = scores.gather(1, place)
         into.copy_(-of_target[:, 0].masked_fill(wanted == IGNORED, 0.0))

@@ -143,9 +143,6 @@ class LateHead:
         weight = self.weight()
         head = LossHead(*reversed(weight.shape), bias=False, device="meta")
         head.weight, head.chunk_tokens, head.targets, head.items = weight, self.chunk_tokens, targets, 1
-        # DeepSpeed's engine keeps the loss until the next (0.19.8, runtime/pipe/engine.py, self.loss), and with torch's
-        # own operator that would keep the gradients that its forward pass made.
-        head.keeps_losses = True
         found: torch.Tensor = head(x)
         return found
 

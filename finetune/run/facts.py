@@ -34,6 +34,7 @@ LEAST_SIDE, MOST_SIDE = 32, 224  # pixels of images for a model from scratch, un
 # Rows of logits at a time. On two CPU cores 512 rows were fastest at a vocabulary of 50,304 (3.3 s against 16 s with
 # torch's own choice); on a GPU a chunk should hold enough rows to fill it.
 CHUNK_TOKENS = {"cpu": 512, "cuda": 2048}
+SCORED_PARTS = 4  # of such a chunk, whose logits in fp32 exist one after the other
 SHORT_TOKENS = 256  # samples up to here attend faster without torch's fused kernel, in bf16 on a CPU
 LARGE_VOCABULARY = 8_192  # below this, logits are small compared to activations, and plain cross entropy is faster
 

@@ -25,6 +25,7 @@ from finetune.errors import RequestError
 from finetune.measure.memory import Allocations
 from finetune.models.chunked_loss import IGNORED, LossHead, choose_chunk_tokens, row_figures, use_chunked_loss
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
+from finetune.run.facts import CHUNK_TOKENS
 
 VOCABULARY = 301
 
@@ -153,15 +154,34 @@ def test_no_more_logits_than_a_chunk_exist_at_a_time() -> None:
     assert made + chunk + part <= memory.peak < made + chunk + part + 8192
 
 
-def test_in_fp16_a_gradient_whose_sum_overflows_is_finite_once_scaled() -> None:
-    """All 4,096 rows count 100 for token 0, and their loss is a mean."""
-    head = LossHead(1, 2, bias=False, dtype=torch.float16)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_in_fp16_a_gradient_whose_sum_overflows_is_finite_once_scaled(dtype: torch.dtype) -> None:
+    """All 8,192 rows count 100 for token 0, and their loss is a mean."""
+    head = LossHead(1, 2, bias=False, dtype=dtype)
     head.weight.data.zero_()
-    head.chunk_tokens, head.targets = 512, torch.zeros(1, 4096, dtype=torch.int64)
-    rows = torch.full((1, 4096, 1), 100.0, dtype=torch.float16)
-    head(rows).backward()
+    head.chunk_tokens, head.targets = CHUNK_TOKENS["cuda"], torch.zeros(1, 8192, dtype=torch.int64)
+    rows = torch.full((1, 8192, 1), 100.0, dtype=torch.float16)
+    with torch.autocast("cpu", torch.float16, enabled=dtype == torch.float32):
+        loss = head(rows)
+    loss.backward()
     assert head.weight.grad is not None
     assert head.weight.grad[:, 0].tolist() == [-50.0, 50.0]
+
+
+def test_a_label_that_is_no_token_is_refused_as_with_full_logits() -> None:
+    head = LossHead(4, 8, bias=False)
+    head.chunk_tokens, head.targets = 2, torch.tensor([[1, -1, 2]])
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        head(torch.randn(1, 3, 4))
+
+
+def test_a_second_backward_pass_is_refused_in_words() -> None:
+    head = LossHead(4, 8, bias=False)
+    head.chunk_tokens, head.targets = 2, torch.tensor([[1, 3, 2]])
+    loss = head(torch.randn(1, 3, 4))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="no second backward pass"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("chunk", [0, 16], ids=["plain", "chunked"])

@@ -5,8 +5,7 @@ from __future__ import annotations
 from finetune.plan.forward.parts import Setting
 from finetune.plan.tape import Tape
 from finetune.plan.values import CHUNKED_LOSS, FP32_BYTES, INT64_BYTES, Gemm, Value
-
-SCORED_PARTS = 4  # finetune/models/chunked_loss.py
+from finetune.run.facts import SCORED_PARTS
 
 
 def output_in_fp32(tape: Tape, logits: Value) -> None:

@@ -82,7 +82,7 @@ class Writer:
         self.memory.clear()
         self.storages = Storages(self.memory)
         self.folder, self.outer, self.copies, self.reports = folder_of(place), outer_of(place), [], []
-        self.sent, self.mark = False, mark_of(self.folder)
+        self.sent, self.mark, self.job = False, mark_of(self.folder), None
         for tensor in ahead:
             self.storages.put(tensor.untyped_storage())
         self.storages.begin()
@@ -169,7 +169,8 @@ class Writer:
         self.sent = True  # not before: after a Ctrl-C in between, `close` would wait for a job that nobody has
 
     def look(self) -> str | None:
-        """The error of the checkpoint in progress, if any. Does not wait."""
+        """The error of the checkpoint in progress, if any. Does not wait for the process; does itself what a killed one
+        left undone after its rename, such as deleting older checkpoints."""
         with suppress(EOFError, OSError):
             while self.connection.poll():
                 self.reports.append(self.connection.recv())
