@@ -50,22 +50,21 @@ INTRODUCTION = """# Planned and measured on one GPU
 `python benchmarks/plan_gpu.py --measure runs/plan_gpu` on the GPU, then
 `python benchmarks/plan_gpu.py --compare runs/plan_gpu --machine {machine}`.
 
-Each run is a process of its own on one {gpu} ({versions}; {date}),
-with random weights and synthetic tokens: a real run of the Trainer or of DeepSpeed. A name has the model, samples x
-tokens, the precision and the layout; `none` is the Trainer alone, which keeps bf16 runs' weights in fp32 under autocast.
-Peaks are those of CUDA's allocator (`torch.cuda.max_memory_allocated`) over the timed steps; step times are medians of
-eight steps, each from a synchronized start. Every run was measured once. Runs started side by side, but used the GPU
-one after the other.
+Each run is a process of its own on one {gpu} ({versions}; {date}), with random weights and synthetic tokens: a real
+run of the Trainer or of DeepSpeed. A name has the model, samples x tokens, the precision and the layout; `none` is
+the Trainer alone, which keeps bf16 runs' weights in fp32 under autocast. Peaks are those of CUDA's allocator
+(`torch.cuda.max_memory_allocated`) over the timed steps; step times are medians of eight steps, each from a
+synchronized start. Every run was measured once. Runs started side by side, but used the GPU one after the other.
 
 All plans here are those of today, after these runs had found three errors of the planner, so they are not held out.
 GPT-2's activation has a power, which autocast computes in fp32 on a GPU, but not on a CPU (-15%, and -23% with a
-chunked loss); a rank alone under ZeRO-3 does not copy the weights that it gathers (+6%); and `--calibrate` measured memory with
-tensors so small that launches took longer.
+chunked loss); a rank alone under ZeRO-3 does not copy the weights that it gathers (+6%); and `--calibrate` measured
+memory with tensors so small that launches took longer.
 
-What this does not show: several GPUs, other chips, flash-attn, offload, compiled models, encoder-decoders, mixtures of
-experts and pictures. The machine's processor is slow to launch kernels, so most of these steps wait for it, which the
-shipped profile does not expect. What is still too low in small runs are rests of up to 1 MiB that the allocator leaves
-in a block; plans do not count them.
+What this does not show: several GPUs, other chips, flash-attn, offload, compiled models, encoder-decoders, mixtures
+of experts and pictures. The machine's processor is slow to launch kernels, so most of these steps wait for it, which
+the shipped profile does not expect. What is still too low in small runs are rests of up to 1 MiB that the allocator
+leaves in a block; plans do not count them.
 """
 CLASSES = "sequence_classification"
 # Models that are not known by name.
