@@ -92,7 +92,7 @@ def test_zero3_does_not_shard_the_deep_mlp() -> None:
     found, alone = plan_memory(deep, V100), plan_memory(job("mlp-deep", 3, 1, world_size=1), V100)
     weights = 4 * deep.model.parameters
     assert found.resident["gathered parameters"] == pytest.approx(weights, rel=0.01)
-    assert alone.resident["gathered parameters"] == pytest.approx(weights, rel=0.01)
+    assert alone.resident["gathered parameters"] == 0  # a rank alone uses its shards as they are
     assert any("does not shard" in note and "100,000" in note for note in notes(plan(deep, V100)))
     assert not any("does not shard" in note for note in notes(plan(wide, V100)))
     low = replace(deep, zero=replace(deep.zero, persistence_threshold=1000))

@@ -68,7 +68,7 @@ def matmul(player: TraceValues, op: Any, inputs: list[Value]) -> Value:
 
 
 def power(player: TraceValues, op: Any, inputs: list[Value]) -> Value:
-    return player.tape.power(*_as_computed(player, op, inputs))
+    return player.tape.power(_as_computed(player, op, inputs)[0])
 
 
 def softmax(player: TraceValues, op: Any, inputs: list[Value]) -> Value:
