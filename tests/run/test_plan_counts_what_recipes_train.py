@@ -161,15 +161,16 @@ def trained(folder: Path) -> dict[str, dict[str, Any]]:
     return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
-def machine() -> Machine:
-    """A CPU that computes with what this one does, as --calibrate would write it."""
+def machine(trained: str) -> Machine:
+    """A CPU that computes with what this one does, as --calibrate would write it, or in what a recipe trained in here:
+    one that is asked for bf16 does so on any CPU."""
     cpu = find_machine("cpu")
-    half = {"bf16": cpu.peak_flops["fp32"]} if choose_precision(has_cuda=False) == "bf16" else {}
+    half = {"bf16": cpu.peak_flops["fp32"]} if "bf16" in (choose_precision(has_cuda=False), trained) else {}
     return replace(cpu, peak_flops=cpu.peak_flops | half)
 
 
-def counted(run: Any) -> dict[str, Any]:
-    job, _, _ = job_of(run, machine())
+def counted(run: Any, trained: dict[str, Any]) -> dict[str, Any]:
+    job, _, _ = job_of(run, machine(trained["precision"]))
     weights = Weights(job.model.tensors, job.weight_bytes, job.frozen_bytes)
     names = ("micro_batch", "accumulation", "eval_batch", "precision", "checkpoint_interval", "loss_chunk_tokens")
     return {
@@ -196,7 +197,7 @@ def test_a_yaml_says_whose_it_is() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_a_plan_counts_what_the_recipe_trains_with(case: str, folder: Path, trained: dict[str, Any]) -> None:
     run, _ = described(flags_of(case, folder), Launch(), recipe_of(case))
-    assert differences(case, counted(run), trained[case]) == {}
+    assert differences(case, counted(run, trained[case]), trained[case]) == {}
 
 
 def test_a_recipe_that_tells_ddp_so_uses_all_weights_of_its_model_from_scratch(trained: dict[str, Any]) -> None:
@@ -224,11 +225,11 @@ def test_another_default_would_be_seen(
     recipe = recipes()["seq_cls"]
     changed = replace(recipe, defaults={**recipe.defaults, name: other})
     run = resolve(changed, flags_of("seq_cls", folder), Launch(), is_here=False)
-    assert set(differences("seq_cls", counted(run), trained["seq_cls"])) == {counts}
+    assert set(differences("seq_cls", counted(run, trained["seq_cls"]), trained["seq_cls"])) == {counts}
 
 
 def test_another_fact_would_be_seen(monkeypatch: pytest.MonkeyPatch, folder: Path, trained: dict[str, Any]) -> None:
     """The drift that there was: a plan of 256 tokens beside a recipe that takes 512."""
     monkeypatch.setitem(facts.TOKENS, "max_seq_length", (256, 8, ""))
     run, _ = described(flags_of("seq_cls", folder), Launch(), "seq_cls")
-    assert differences("seq_cls", counted(run), trained["seq_cls"]) == {"tokens": (256, 512)}
+    assert differences("seq_cls", counted(run, trained["seq_cls"]), trained["seq_cls"]) == {"tokens": (256, 512)}
