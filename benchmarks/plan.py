@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -293,6 +293,7 @@ def compare(case: Case, folder: Path, machine: Machine) -> Row | None:
 # Where a fit begins: FLOP/s in fp32 and bf16, bytes/s of memory, seconds of a launch, bytes/s and seconds of the link.
 GUESS = (80e9, 120e9, 15e9, 1e-5, 1e9, 5e-4)
 FOLDS = 5
+Made = Callable[[Sequence[float]], Machine]  # a machine with these constants
 
 
 def cpu(constants: Sequence[float]) -> Machine:
@@ -304,32 +305,38 @@ def cpu(constants: Sequence[float]) -> Machine:
     )  # fmt: skip
 
 
-def fitted(rows: dict[str, dict[str, Any]], jobs: dict[str, Job]) -> Machine:
-    """The constants that fit the measured step times of `jobs` best."""
+def fitted(made: Made, guess: Sequence[float], runs: Sequence[tuple[Job, float]]) -> Machine:
+    """The machine `made` of the constants that fit the measured step times of `runs` best, from `guess` on."""
     from scipy.optimize import minimize
 
     def error(logarithms: Sequence[float]) -> float:
-        machine = cpu([math.exp(value) for value in logarithms])
-        planned = {name: plan_seconds(job, machine).total for name, job in jobs.items()}
-        return sum(abs(math.log(seconds / rows[name]["seconds"][1])) for name, seconds in planned.items())
+        machine = made([math.exp(value) for value in logarithms])
+        return sum(abs(math.log(plan_seconds(job, machine).total / seconds)) for job, seconds in runs)
 
-    start = [math.log(value) for value in GUESS]
+    start = [math.log(value) for value in guess]
     best = minimize(error, start, method="Nelder-Mead", options={"xatol": 1e-3, "fatol": 1e-3})
-    return cpu([math.exp(value) for value in best.x])
+    return made([math.exp(value) for value in best.x])
+
+
+def held_out(made: Made, guess: Sequence[float], runs: Sequence[tuple[Job, float]]) -> list[float]:
+    """Planned seconds of each run: each fifth by the constants that fit the others."""
+    found = [0.0] * len(runs)
+    for fold in range(FOLDS):
+        machine = fitted(made, guess, [run for at, run in enumerate(runs) if at % FOLDS != fold])
+        found[fold::FOLDS] = [plan_seconds(job, machine).total for job, _ in runs[fold::FOLDS]]
+    return found
 
 
 def fit(found: dict[str, Any]) -> None:
     """Plans the rows' step times anew: all by the same constants, and each fifth by those that fit the others."""
     rows = {row["name"]: row for row in found["rows"]}
     jobs = {case.name: job_of(case) for case in CASES if case.name in rows}
-    machine, errors = fitted(rows, jobs), []
-    for fold in range(FOLDS):
-        asked = [*jobs][fold::FOLDS]
-        of_others = fitted(rows, {name: job for name, job in jobs.items() if name not in asked})
-        errors += [plan_seconds(jobs[name], of_others).total / rows[name]["seconds"][1] - 1 for name in asked]
+    runs = [(job, rows[name]["seconds"][1]) for name, job in jobs.items()]
+    machine = fitted(cpu, GUESS, runs)
     for name, job in jobs.items():
         rows[name]["seconds"][0] = plan_seconds(job, machine).total
-    found["held_out"] = errors
+    planned = held_out(cpu, GUESS, runs)
+    found["held_out"] = [own / seconds - 1 for own, (_, seconds) in zip(planned, runs, strict=True)]
 
 
 def _estimator(job: Job) -> int | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -21,9 +20,11 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from plan import fitted, held_out
 from releases import in_words, versions
 
 from finetune.errors import RequestError
@@ -43,7 +44,6 @@ REPO = Path(__file__).resolve().parents[1]
 OUT = REPO / "docs" / "results"
 GIB = 2**30
 STEPS = 8  # timed
-FOLDS = 5
 GUESS = 700e12, 50e12, 3e12, 25e-6  # where a fit begins
 INTRODUCTION = """# Planned and measured on one GPU
 
@@ -109,22 +109,18 @@ class Case:
         return laid_out(job, self.layout)
 
 
-def with_(**more: Any) -> dict[str, Any]:
-    return more
-
-
-CHUNKED, EVERY_LAYER = with_(loss_chunk_tokens=CHUNK_TOKENS["cuda"]), with_(checkpoint_interval=1)
+CHUNKED, EVERY_LAYER = {"loss_chunk_tokens": CHUNK_TOKENS["cuda"]}, {"checkpoint_interval": 1}
 LORA = Lora(16, ("q_proj", "k_proj", "v_proj", "o_proj"))
-IN_BF16 = with_(dtype="bfloat16", loss_chunk_tokens=CHUNK_TOKENS["cuda"])
+IN_BF16 = {"dtype": "bfloat16", **CHUNKED}
 CASES = (
     *(Case("gpt2", 16, 1024, layout) for layout in ("none", "zero0", "zero1", "zero2", "zero3")),
     Case("gpt2", 16, 1024, more=CHUNKED),
     Case("gpt2", 16, 1024, more=EVERY_LAYER),
-    Case("gpt2", 8, 1024, more=with_(attention="eager")),
+    Case("gpt2", 8, 1024, more={"attention": "eager"}),
     Case("gpt2", 8, 1024, precision="fp32"),
     Case("gpt2", 1, 1024),
     Case("gpt2", 4, 256),
-    Case("gpt2", 4, 1024, more=with_(accumulation=4)),
+    Case("gpt2", 4, 1024, more={"accumulation": 4}),
     Case("Qwen2.5-0.5B", 4, 2048),
     Case("Qwen2.5-0.5B", 4, 2048, more=CHUNKED),
     Case("Qwen2.5-0.5B", 4, 2048, "zero3", more=CHUNKED),
@@ -197,13 +193,11 @@ def compare(folder: Path, machine: Machine) -> dict[str, Any]:
             })  # fmt: skip
         else:
             absent[case.name] = got or "not measured: the time on the GPU was over"
-    for fold in range(FOLDS):
-        asked = found[fold::FOLDS]
-        others = [row for row in found if row not in asked]
-        fit = fitted(machine, [(jobs[row["name"]], row["seconds"][1]) for row in others])
-        for row in asked:
-            row["held_out"] = plan_seconds(jobs[row["name"]], fit).total
-    whole = fitted(machine, [(jobs[row["name"]], row["seconds"][1]) for row in found])
+    runs = [(jobs[row["name"]], row["seconds"][1]) for row in found]
+    made = partial(with_constants, machine)
+    for row, seconds in zip(found, held_out(made, GUESS, runs), strict=True):
+        row["held_out"] = seconds
+    whole = fitted(made, GUESS, runs)
     facts = json.loads((folder / "facts.json").read_text())
     return {**facts, "machine": machine.name, "constants": constants(whole), "rows": found, "absent": absent}
 
@@ -213,24 +207,14 @@ def constants(machine: Machine) -> list[float]:
     return [machine.peak_flops["bf16"], machine.peak_flops["fp32"], machine.memory_bandwidth, machine.launch_seconds]
 
 
-def fitted(machine: Machine, runs: Sequence[tuple[Job, float]]) -> Machine:
-    """`machine` with the four constants that fit measured steps best."""
-    from scipy.optimize import minimize
-
-    def made(logarithms: Sequence[float]) -> Machine:
-        half, full, memory, launch = map(math.exp, logarithms)
-        peaks = {"bf16": half, "fp16": half, "fp32": full}
-        return replace(
-            machine, name=repr(tuple(logarithms)), peak_flops=peaks, gemm_efficiency=dict.fromkeys(peaks, 1.0),
-            memory_bandwidth=memory, memory_efficiency=1.0, launch_seconds=launch, step_factor=1.0,
-        )  # fmt: skip
-
-    def error(logarithms: Sequence[float]) -> float:
-        tried = made(logarithms)
-        return sum(abs(math.log(plan_seconds(job, tried).total / seconds)) for job, seconds in runs)
-
-    start = [math.log(value) for value in GUESS]
-    return made(minimize(error, start, method="Nelder-Mead", options={"xatol": 1e-3, "fatol": 1e-3}).x)
+def with_constants(machine: Machine, values: Sequence[float]) -> Machine:
+    """`machine` with these `constants`; fp16 has those of bf16."""
+    half, full, memory, launch = values
+    peaks = {"bf16": half, "fp16": half, "fp32": full}
+    return replace(
+        machine, name=repr(tuple(values)), peak_flops=peaks, gemm_efficiency=dict.fromkeys(peaks, 1.0),
+        memory_bandwidth=memory, memory_efficiency=1.0, launch_seconds=launch, step_factor=1.0,
+    )  # fmt: skip
 
 
 def summary(name: str, errors: Sequence[float]) -> str:
