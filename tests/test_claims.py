@@ -99,7 +99,10 @@ SETTINGS = {
         *("Default: half.", "with half of the steps compressed", "1905.13727", "2102.02888", "1/25.6"),
         *("40 MB", "1.6 MB", "0.1 s", "38.4 MB", "3 s shorter"),  # an example, by the formula
     ],
-    "docs/faults.md": ["0.2 s", "40 s", "1 KiB", "64 KiB, plus 4 KiB", "half an hour", "45 s", "twice"],
+    "docs/faults.md": [
+        *("0.2 s", "40 s", "1 KiB", "64 KiB, plus 4 KiB", "half an hour", "45 s", "twice", "every 10 s"),
+        *("2.6", "2.7", "2.9", "2.13"),  # releases of torch
+    ],
     "docs/images.md": ["3 x side", "7 GiB", "50,000 of 224 x", "half", "32 x", "224 x", "1803.08494"],
     "docs/launch.md": ["30 seconds", "2.13", "64 MB", "which pip orders before 2.6", "from 25.03 on"],
     "docs/pipeline.md": ["half", "1e-4", "1e-5"],

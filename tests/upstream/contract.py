@@ -34,7 +34,7 @@ def resolve(name: str) -> Any:
 
 def faults(row: Row) -> Iterator[str]:
     """What of it is not so."""
-    if find_spec(row.package) is None:
+    if find_spec(row.package) is None or (row.only_if and not resolve(row.only_if)()):
         return
     try:
         found = resolve(row.name)

@@ -1,4 +1,4 @@
-"""DeepSpeed's and accelerate's insides: engines, the pipeline, files of checkpoints."""
+"""DeepSpeed's and accelerate's insides: engines, the pipeline, files of checkpoints; torch's flight recorder."""
 
 from __future__ import annotations
 
@@ -9,6 +9,26 @@ ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer."
 PARTITION = "deepspeed.runtime.zero.partition_parameters:Init."
 EXPERT_PARALLEL = "training/expert_parallel.py"
 LOADING = "training/reshard/loading.py"
+
+RECORDERS = (
+    Row(
+        "training/guards/flight.py",
+        "torch._C._distributed_c10d:_dump_fr_trace_json",
+        "call",
+        "a warning of a hang names the collective, its size and who has not joined it",
+        "torch/csrc/distributed/c10d/init.cpp: gloo's flight recorder; 2.6 and 2.7 have none",
+        "a public function that gives a rank's last collectives",
+    ),
+    Row(
+        "training/guards/flight.py",
+        "torch._C._distributed_c10d:_dump_nccl_trace_json",
+        "call",
+        "as above, for NCCL, which has a recorder of its own",
+        "torch/csrc/distributed/c10d/init.cpp: holds the interpreter's lock while it asks CUDA",
+        "as above",
+        only_if="torch.distributed:is_nccl_available",
+    ),
+)
 
 ENGINE = (
     Row(
@@ -228,4 +248,4 @@ ACCELERATE = (
     ),
 )
 
-ROWS = (*ENGINE, *AUTOEP, *PIPELINE, *ACCELERATE)
+ROWS = (*ENGINE, *AUTOEP, *PIPELINE, *ACCELERATE, *RECORDERS)

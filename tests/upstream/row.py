@@ -27,6 +27,7 @@ class Row:
     lets_go: str  # what would
     signature: str = ""  # of what is called or overridden: a name that has a default ends in "="
     called_from: tuple[str, ...] = ()  # theirs, whose source must speak of it
+    only_if: str = ""  # theirs, a function: where it gives False, the name may be missing
 
     @property
     def package(self) -> str:

@@ -20,11 +20,14 @@ from typing import Any
 from torch import distributed
 
 from finetune.training.checkpoints.writing import every, of_first
+from finetune.training.guards.flight import Joined, Recorder
 from finetune.training.guards.movement import Movement
-from finetune.training.guards.verdict import Heartbeat, Position, Verdict, judge, position_of
+from finetune.training.guards.verdict import SILENT_SECONDS, Heartbeat, Position, Verdict, judge, position_of
 
 BEAT_SECONDS = 1.0
 SUSPENDED_SECONDS = 3 * BEAT_SECONDS  # a longer lap means that the process (a suspended job) or its host was stopped
+NEAR_SECONDS = 3 * BEAT_SECONDS  # before a verdict: the flight recorder is read, and its end sent
+READ_AGAIN_SECONDS = 10.0  # a backward pass joins collectives while the main thread waits for it
 STORE_SECONDS = 5.0  # how long a rank waits for the store at its start and at its end
 QUIET_RANKS_WAIT_SECONDS = 5.0  # so that the reporting rank has printed before a launcher ends it
 HEARD_SECONDS = 1.5 * BEAT_SECONDS  # until the others have read that a rank has left
@@ -67,7 +70,9 @@ class Pulse(threading.Thread):
         self.ticks = 0
         self.told: Verdict | None = None  # rank 0's
         self.has_spoken = False  # whether a verdict was reached: what is seen from now on is a consequence
-        self.movement = Movement(self.world_size, store.port)
+        self.movement, self.recorder = Movement(self.world_size, store.port), Recorder()
+        self.joined: tuple[Joined, ...] = ()
+        self.read_at = -READ_AGAIN_SECONDS
         self.own = Heartbeat(self.rank, 0, Position("", "", ""), 0.0, 0.0)
         self.since = self.idle_since = time.monotonic()
         self.seen: dict[int, Heartbeat] = {}
@@ -128,11 +133,17 @@ class Pulse(threading.Thread):
         found = replace(found, key=f"{self.ticks} {found.key}")
         if found.key != self.own.position.key:
             self.since = self.idle_since = now
+            self.joined, self.read_at = (), -READ_AGAIN_SECONDS
             self.movement.forget()
         elif self.movement.since_last():
             self.idle_since = now
         still, idle = now - self.since, now - self.idle_since
-        self.own = Heartbeat(self.rank, self.own.number + 1, found, still, idle, has_stepped=self.has_stepped())
+        if still >= min(self.limit, SILENT_SECONDS) - NEAR_SECONDS and now - self.read_at >= READ_AGAIN_SECONDS:
+            self.read_at = now
+            with suppress(Exception):  # private to torch: the message does without it
+                self.joined = self.recorder.read()
+        number, has_stepped = self.own.number + 1, self.has_stepped()
+        self.own = Heartbeat(self.rank, number, found, still, idle, has_stepped=has_stepped, joined=self.joined)
 
     def _tell(self) -> None:
         self.store.set(f"rank {self.rank}", json.dumps(asdict(self.own)))
@@ -143,7 +154,8 @@ class Pulse(threading.Thread):
             if not self.store.check([f"rank {rank}"]):
                 continue
             content = json.loads(self.store.get(f"rank {rank}"))
-            beat = Heartbeat(**{**content, "position": Position(**content["position"])})
+            joined = tuple(Joined(**one) for one in content["joined"])
+            beat = Heartbeat(**{**content, "position": Position(**content["position"]), "joined": joined})
             if beat.has_left:
                 self.left.add(rank)
             if rank in self.others and (rank not in self.seen or beat.number != self.seen[rank].number):

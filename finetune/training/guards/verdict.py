@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from finetune.training.guards.flight import Joined, say_who_is_behind
+
 SILENT_SECONDS = 40.0  # heartbeats come once a second, from a thread that waits for nothing
 COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/deepspeed/comm/", "/deepspeed/ops/comm/")
 BACKWARD = "_engine_run_backward"  # torch/autograd/graph.py: DDP and ZeRO wait for their collectives in it
@@ -40,7 +42,8 @@ class Position:
 @dataclass(frozen=True)
 class Heartbeat:
     """What a rank tells the others. `still_seconds`: since its main thread last moved; `idle_seconds`: since anything
-    in the process last moved (CPU time, bytes, a disk wait). `has_stepped`: a step since this start."""
+    in the process last moved (CPU time, bytes, a disk wait). `has_stepped`: a step since this start. `joined`: its
+    collectives, once it has stood still for a while."""
 
     rank: int
     number: int
@@ -49,6 +52,7 @@ class Heartbeat:
     idle_seconds: float
     has_left: bool = False
     has_stepped: bool = True
+    joined: tuple[Joined, ...] = ()
 
 
 def position_of(thread: int) -> Position:
@@ -101,29 +105,33 @@ def judge(
     A rank is to blame if it sends no heartbeat for `limit` (at most SILENT_SECONDS), or if its process has been idle
     for `limit` outside any collective while another rank waits. If all are idle in collectives, no rank is to blame,
     and the collectives are named. A rank is never blamed while it computes or moves bytes, before its first step, or
-    while it saves or talks to a hub or a tracker, however long that takes.
+    while it saves or talks to a hub or a tracker, however long that takes. What the flight recorder knows is added to
+    what is said, and blames nobody.
     """
     silence = min(limit, SILENT_SECONDS)
     left = {rank for rank, beat in beats.items() if beat.has_left}
     silent = [rank for rank, age in sorted(ages.items()) if age >= silence and rank not in left]
     if silent:
         names = _join([_silent(beats.get(rank), name_of(rank), ages[rank]) for rank in silent])
-        return Verdict(tuple(silent), names, by_stillness=False)
+        heard = {rank: beat.joined for rank, beat in beats.items() if rank not in left and rank not in silent}
+        return Verdict(tuple(silent), names + say_who_is_behind(heard, name_of), by_stillness=False)
     there = {rank: beat for rank, beat in sorted(beats.items()) if rank not in left}
+    behind = say_who_is_behind({rank: beat.joined for rank, beat in there.items()}, name_of)
     stuck = [rank for rank, beat in there.items() if beat.idle_seconds >= limit and _is_a_fault(beat)]
     waiting = [rank for rank, beat in there.items() if beat.still_seconds >= limit and rank not in stuck]
     if stuck and waiting:
         still = {rank: f"has not moved for {there[rank].idle_seconds:.0f} s (--hang_timeout)" for rank in stuck}
         names = _join([f"{name_of(rank)} {still[rank]}, in {there[rank].position.where}" for rank in stuck])
         others = _join([f"{name_of(rank)} in {_place(there[rank])}" for rank in waiting[:4]])
-        return Verdict(tuple(stuck), f"{names}; {others} {'waits' if len(waiting) == 1 else 'wait'} for it")
+        return Verdict(tuple(stuck), f"{names}; {others} {'waits' if len(waiting) == 1 else 'wait'} for it{behind}")
     idle = [beat for beat in there.values() if beat.idle_seconds >= limit and beat.position.collective]
     if not len(idle) == len(there) > 1:
         return None
     names = _join([f"{name_of(rank)} in {_place(beat)}" for rank, beat in there.items()])
     if len({beat.position.where for beat in there.values()}) > 1:
-        return Verdict((), f"the ranks wait for one another in different places: {names}")
-    return Verdict((), f"all ranks wait in one place, and no data moves between them ({names}): check the network")
+        return Verdict((), f"the ranks wait for one another in different places: {names}{behind}")
+    said = f"all ranks wait in one place, and no data moves between them ({names}): check the network"
+    return Verdict((), said + behind)
 
 
 def _is_a_fault(beat: Heartbeat) -> bool:

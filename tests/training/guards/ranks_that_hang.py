@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
 from torch import distributed
 
 from finetune.training.interruption import StopOnSignal
@@ -20,7 +21,7 @@ FOLDER, RANK = Path(sys.argv[1]), int(sys.argv[2])
 def train(stop: StopOnSignal) -> None:
     args, control = SimpleNamespace(device=SimpleNamespace(type="cpu")), SimpleNamespace(should_evaluate=False)
     with watching(lambda rank: f"rank {rank}", stop, FOLDER, 5.0, "--hang_blame" in sys.argv) as progress:
-        step = 0
+        step, gradient = 0, torch.ones(1024)
         while not (FOLDER / "end").exists():
             progress()
             step += 1
@@ -32,7 +33,7 @@ def train(stop: StopOnSignal) -> None:
             if RANK and (FOLDER / "hang").exists():
                 (FOLDER / "hang").read_bytes()
                 (FOLDER / "hang").unlink()
-            distributed.barrier()
+            distributed.all_reduce(gradient)
             stop.on_step_end(args, None, control)
             (FOLDER / f"steps-{RANK}").write_text(str(step))
             time.sleep(0.05)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,9 +18,11 @@ import pytest
 from torch import distributed
 
 from finetune.training.guards import pulse as module
+from finetune.training.guards.flight import Joined
 from finetune.training.guards.pulse import Pulse
-from finetune.training.guards.verdict import Position, Verdict, position_of
+from finetune.training.guards.verdict import Heartbeat, Position, Verdict, position_of
 
+NOT_JOINED = r"; rank 1 has not joined all_?reduce number [\d,]+ of 1,024 float32 in gloo's default group"
 SCRIPT = Path(__file__).with_name("ranks_that_hang.py")
 
 
@@ -86,6 +89,7 @@ def test_a_run_that_is_suspended_or_slow_goes_on_and_one_that_hangs_ends_with_it
     (line,) = [line for line in ranks.said() if line.startswith("error:")]
     assert line.startswith("error: rank 1 has not moved for ")
     assert "train (guards/ranks_that_hang.py:" in line
+    assert re.search(NOT_JOINED, line), line
 
 
 @pytest.mark.nightly  # waits
@@ -102,8 +106,18 @@ def test_a_rank_that_stands_still_is_named_each_time_and_the_run_goes_on_when_it
     for line in said:
         assert line.startswith("warning: rank 1 has not moved for ")
         assert "The run keeps waiting. --hang_blame True would end it" in line
+        assert re.search(NOT_JOINED, line), line
     ranks.processes[0].send_signal(signal.SIGSTOP)  # a rank that is silent is lost, whatever the flag
     assert ranks.processes[1].wait(60) == 1
+
+
+@pytest.mark.nightly  # waits
+def test_a_rank_that_is_stopped_is_reported_with_the_collective_in_which_the_others_wait(ranks: Ranks) -> None:
+    ranks.processes[1].send_signal(signal.SIGSTOP)
+    assert ranks.processes[0].wait(60) == 1
+    (line,) = [line for line in ranks.said() if line.startswith("error:")]
+    assert line.startswith("error: rank 1 has not responded for ")
+    assert re.search(r"; rank 0 has joined all_?reduce number \d+ of 1,024 float32 .*, which has not ended", line), line
 
 
 @pytest.mark.nightly  # waits
@@ -161,6 +175,51 @@ def test_a_run_ends_though_its_verdict_cannot_be_told(monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "BEAT_SECONDS", 0.01)
     Pulse(BadStore(), 60.0, {}, str)._end(Verdict((), "rank 1 hangs"))
     assert ended == [1]
+
+
+WAITS = Joined("gloo's default group", 42, "all_reduce", "of 1,024 float32", True)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_recorder_is_read_when_a_verdict_is_near_and_not_at_each_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[float] = []
+
+    def read() -> tuple[Joined, ...]:
+        reads.append(time.monotonic())
+        if len(reads) > 1:
+            raise RuntimeError("another form in another torch")
+        return (WAITS,)
+
+    monkeypatch.setattr(module, "position_of", lambda thread: Position("here", "", "key"))
+    pulse = Pulse(SimpleNamespace(port=1), 60.0, {}, str)
+    monkeypatch.setattr(pulse, "recorder", SimpleNamespace(read=read))
+    pulse._look()
+    pulse.since -= 36  # a rank is silent after 40
+    pulse._look()
+    assert (reads, pulse.own.joined) == ([], ())
+    pulse.since -= 2
+    pulse._look()
+    pulse._look()
+    assert (len(reads), pulse.own.joined) == (1, (WAITS,))
+    pulse.tick()
+    pulse._look()
+    assert pulse.own.joined == ()
+    pulse.since -= 38
+    pulse._look()
+    assert (len(reads), pulse.own.joined, pulse.own.number) == (2, (), 6)
+
+
+def test_a_heartbeat_arrives_as_it_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[str, str] = {}
+    store = SimpleNamespace(port=1, set=kept.__setitem__, get=kept.__getitem__, check=lambda names: names[0] in kept)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    ranks = iter((0, 1))
+    monkeypatch.setattr(distributed, "get_rank", lambda: next(ranks))
+    first, second = Pulse(store, 60.0, {}, str), Pulse(store, 60.0, {}, str)
+    second.own = Heartbeat(1, 7, Position("there", "all_reduce", "key"), 38.0, 39.0, joined=(WAITS,))
+    second._tell()
+    first._exchange()
+    assert first.seen == {1: second.own}
 
 
 @pytest.mark.parametrize(("rank", "told"), [(0, ["[1]"]), (1, [])])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from finetune.training.guards.flight import Joined
 from finetune.training.guards.verdict import Heartbeat, Position, judge
 
 
@@ -45,6 +48,23 @@ def test_the_rank_that_others_wait_for_is_named(
     assert found is not None
     assert found.ranks == ranks
     assert re.search(said, found.said)
+
+
+def test_what_the_flight_recorder_knows_is_added_to_what_is_said() -> None:
+    number_2 = Joined("gloo's default group", 2, "all_reduce", "of 8 float32", True)
+    number_1 = replace(number_2, number=1, under_way=False)
+    beats = {0: replace(WAITS, joined=(number_2,)), 1: replace(SLEEPS, joined=(number_1,))}
+    said = "all_reduce number 2 of 8 float32 in gloo's default group"
+    stands = judge(beats, {1: 0}, 40, lambda rank: f"rank {rank}")
+    assert stands is not None
+    assert stands.said.endswith(f"waits for it; rank 1 has not joined {said}")
+    silent = judge(beats, {1: 45}, 40, lambda rank: f"rank {rank}")
+    assert silent is not None
+    assert silent.said.endswith(f"; rank 0 has joined {said}, which has not ended")
+    beats[1] = replace(report(1, "all_gather (c10d.py:7)", "all_gather"), joined=(number_1,))
+    differ = judge(beats, {1: 0}, 40, lambda rank: f"rank {rank}")
+    assert differ is not None
+    assert differ.said.endswith(f"; rank 1 has not joined {said}")
 
 
 @pytest.mark.parametrize(
