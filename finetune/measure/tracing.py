@@ -156,8 +156,9 @@ def _recorded(
     model.config.use_cache = caches  # as the Trainer sets it; a part with a config of its own keeps its cache
     layers = layers_of(model)
     # The first pass moves what the model keeps beside its weights.
-    record(model, layers.values(), head, points(head)[0])
-    found = next(filter(None, (_trace(model, layers.values(), head, unit) for unit in _units(model.config))), None)
+    units = _units(model.config)
+    record(model, layers.values(), head, points(head, units[0])[0])
+    found = next(filter(None, (_trace(model, layers.values(), head, unit) for unit in units)), None)
     if found is None:
         raise RequestError(STEPS)
     source = inspect.getsource(sys.modules[type(model).__module__])
