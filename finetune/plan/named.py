@@ -153,9 +153,13 @@ def _without(words: tuple[str, ...], these: set[str]) -> tuple[str, ...]:
 
 
 def _unknown(given: str) -> str:
-    spellings, plain = _spellings(), "-".join(_forms(_words(given.rpartition("/")[2]))[-1])
-    near = [spelling for spelling in spellings if plain and (plain in spelling or spelling in plain)]
+    spellings, words = _spellings(), _forms(_words(given.rpartition("/")[2]))[-1]
+    plain = "-".join(words)
+    near = [spelling for spelling in spellings if plain and {*words} <= {*_words(spelling)}]
+    near += [spelling for spelling in spellings if plain and (plain in spelling or spelling in plain)]
     near += difflib.get_close_matches(plain, spellings, MOST_HINTS)
     found = list(dict.fromkeys(spellings[spelling] for spelling in near))[:MOST_HINTS]
-    hint = f"Did you mean {' or '.join(found)}?" if found else f"Known models: {', '.join(model_names())}."
-    return f"{given}: no model is known by this name. {hint} For any other, give the path of its folder or config.json."
+    rest = "give the path of its folder or config.json."
+    if found:
+        return f"{given}: no model is known by this name. Did you mean {' or '.join(found)}? For any other, {rest}"
+    return f"{given}: no model is known by this name; {rest} Known models: {', '.join(model_names())}."

@@ -23,7 +23,7 @@ from finetune.plan.model import (
 )
 from finetune.plan.named import CHARACTERS, Named, find_model, scratch_config
 from finetune.plan.values import Lora
-from finetune.run.choose import candidates, is_told
+from finetune.run.choose import candidates, is_told, why_chosen
 from finetune.run.conflicts import FILES
 from finetune.run.facts import MOST_SIDE, left_to_adapter, tokens_flag
 from finetune.run.files import ADAPTER_CONFIG, RUN_RECORD, without_base
@@ -56,10 +56,11 @@ def described(argv: Sequence[str], launch: Launch, named: str | None = None) -> 
             refused.append(error)
     if not runs:
         raise refused[0]
-    run = min(runs, key=lambda run: head_of(run) not in _likely_heads(run))
+    odd = {run.recipe.name: head_of(run) not in _likely_heads(run) for run in runs}
+    run = min(runs, key=lambda run: odd[run.recipe.name])
     if is_told(argv, named):
         return run, list(run.notes)
-    why = "the one that reads tagged words" if _has_tagged_words(run) else "the likeliest that has these flags"
+    why = "the one that reads tagged words" if _has_tagged_words(run) else why_chosen(argv, odd[run.recipe.name])
     return run, [f"planned as {run.recipe.script} trains it, {why}; --recipe NAME chooses another", *run.notes]
 
 
@@ -212,8 +213,7 @@ def _resnet(run: Run, size: str, notes: list[str]) -> dict[str, Any]:
         if run.value(name) != usual:
             raise RequestError(f"{run.said(name)}: its memory is not known; that of {usual} is.")
     notes.append(f"{PICTURE_CLASSES} classes are assumed; the data decides")
-    shape = resnet_shape(size)
-    return {"model_type": "resnet", **shape, "num_labels": PICTURE_CLASSES}
+    return {"model_type": "resnet", **resnet_shape(size), "num_labels": PICTURE_CLASSES}
 
 
 def lora_of(run: Run, model: Model, notes: list[str]) -> Lora | None:

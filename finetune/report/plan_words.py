@@ -84,10 +84,19 @@ def verdict(plan: Plan) -> str:
     room = plan.limit_bytes - plan.peak_bytes
     held = f"{gib(plan.peak_bytes)} of {gib(plan.limit_bytes)} GiB at the peak"
     if room < 0:
-        return f"It does not fit: {held}, {gib(-room)} GiB too much."
+        return f"It does not fit: {held}, {gib(-room)} GiB too much.{_training_words(plan)}"
     if not plan.fits:
         return f"It does not fit: {gib(plan.host_bytes)} GiB of host memory per node, of {gib(plan.host_limit_bytes)}."
-    return f"It fits: {held} ({plan.peak_bytes / plan.limit_bytes:.0%}), {gib(room)} GiB are left."
+    share = f"{plan.peak_bytes / plan.limit_bytes:.0%}"
+    return f"It fits: {held} ({share}), {gib(room)} GiB are left.{_training_words(plan)}"
+
+
+def _training_words(plan: Plan) -> str:
+    """What training alone takes, if evaluation takes more: it keeps no activations, but its batch is larger."""
+    training = max(rank.step_peak.bytes for rank in plan.ranks)
+    if plan.fullest.peak.phase != "evaluation" or training == plan.peak_bytes:
+        return ""
+    return f" That is evaluation with a batch of {plan.job.eval_batch}; training peaks at {gib(training)} GiB."
 
 
 def engine_words(plan: Plan) -> str:
@@ -114,9 +123,10 @@ def more_words(plan: Plan) -> list[str]:
             f"Collectives take {seconds_words(seconds.communication)} in total; computation hides "
             f"{seconds_words(hidden)} of it."
         )
-    if plan.machine.device != "cpu":
+    if plan.machine.device != "cpu" and plan.peak_bytes <= plan.limit_bytes:
         tool = "rocm-smi" if plan.machine.device == "rocm" else "nvidia-smi"
-        lines.append(f"{tool} will show about {gib(plan.device_bytes)} GiB: freed memory stays reserved.")
+        size = gib(plan.device_bytes)
+        lines.append(f"{tool} will show about {size} GiB, more if lengths vary: freed memory stays reserved.")
     if plan.host_bytes and not fills_host(plan):
         lines.append(f"On the host: up to {gib(plan.host_bytes)} of {gib(plan.host_limit_bytes)} GiB per node.")
     return lines

@@ -43,6 +43,15 @@ def is_told(argv: Sequence[str], named: str | None = None) -> bool:
     return bool(named or _said(argv)[1]) or len(candidates(argv)) == 1
 
 
+def why_chosen(argv: Sequence[str], is_odd: bool) -> str:
+    """Why a recipe was chosen, for a note. `is_odd`: it trains another head than is usual for the run's model."""
+    usual = recipes()[LIKELIEST[0]]
+    lacked = sorted(name for name in _said(argv)[0] if not {name, name.removeprefix("no_")} & usual.flags.keys())
+    if is_odd and lacked:
+        return f"because recipes/{usual.name}.py has no --{' and no --'.join(lacked)}"
+    return "the likeliest that has these flags"
+
+
 def _said(argv: Sequence[str]) -> tuple[Collection[str], str | None]:
     """The names of all given flags, including the YAML's, and the recipe that the YAML names."""
     given, config = set(), None

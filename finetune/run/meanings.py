@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from itertools import takewhile
 
 IN_STAGES = ": stages are for recipes/causal_lm_pipeline.py and image_cls.py"
-# What people write -> its names here; the first that the recipe has is suggested. Text after ":" says what to do if no
-# flag does it.
+# What people write -> its names here; those that the recipe has are suggested, and `finetune plan` has those of all
+# recipes. Text after ":" says what to do if no flag does it.
 MEANINGS: dict[str, tuple[str, ...]] = {
     "accumulation_steps": ("gradient_accumulation_steps",),
     "adapter": ("use_peft",),
@@ -16,8 +16,9 @@ MEANINGS: dict[str, tuple[str, ...]] = {
     "batch_size": ("per_device_train_batch_size",),
     "bs": ("per_device_train_batch_size",),
     "checkpoint": ("resume",),
-    "context_length": ("block_size", "max_seq_length", "max_source_length"),
+    "context_length": ("max_seq_length", "block_size", "max_source_length"),
     "cpu": ("use_cpu",),
+    "cutoff_len": ("max_seq_length", "block_size", "max_source_length"),
     "data": ("train_file", "train_dir"),
     "data_dir": ("train_dir", "train_file"),
     "data_path": ("train_file", "train_dir"),
@@ -50,12 +51,15 @@ MEANINGS: dict[str, tuple[str, ...]] = {
     "max_iters": ("max_steps",),
     "max_len": ("max_seq_length", "block_size", "max_source_length"),
     "max_length": ("max_seq_length", "block_size", "max_source_length"),
+    "max_seq_len": ("max_seq_length", "block_size", "max_source_length"),
+    "max_seq_length": ("block_size", "max_source_length"),
     "max_sequence_length": ("max_seq_length", "block_size", "max_source_length"),
     "max_tokens": ("max_seq_length", "block_size", "max_source_length"),
     "micro_batch_size": ("per_device_train_batch_size",),
     "mixed_precision": ("bf16",),
     "model": ("model_name_or_path",),
     "model_id": ("model_name_or_path",),
+    "model_max_length": ("max_seq_length", "block_size", "max_source_length"),
     "model_name": ("model_name_or_path",),
     "model_path": ("model_name_or_path",),
     "n_epochs": ("num_train_epochs",),
@@ -80,6 +84,9 @@ MEANINGS: dict[str, tuple[str, ...]] = {
     "resume_from_checkpoint": ("resume",),
     "save_dir": ("output_dir",),
     "scheduler": ("lr_scheduler_type",),
+    "seq_len": ("max_seq_length", "block_size", "max_source_length"),
+    "seq_length": ("max_seq_length", "block_size", "max_source_length"),
+    "sequence_len": ("max_seq_length", "block_size", "max_source_length"),
     "sequence_length": ("max_seq_length", "block_size", "max_source_length"),
     "source_column": ("source_column_name",),
     "stages": ("pipeline_parallel_size", IN_STAGES),
@@ -119,11 +126,11 @@ def meant(word: str, known: Collection[str]) -> str:
         return f" Did you mean --{name}?"
     words = {*known, *(one for one in MEANINGS if len(one) >= BEGINNING)}
     word = name if name in MEANINGS else nearest(name, words) or ""
-    for one in MEANINGS.get(word, ()) if word not in known else ():
-        if one.startswith(":"):
-            return f" {one[2].upper()}{one[3:]}."
-        if one in known:
-            return f" Did you mean --{one}?"
+    meanings = MEANINGS.get(word, ()) if word not in known else ()
+    if found := [f"--{one}" for one in meanings if one in known]:
+        return f" Did you mean {' or '.join(found)}?"
+    if said := next((one for one in meanings if one.startswith(":")), None):
+        return f" {said[2].upper()}{said[3:]}."
     near = nearest(name, known)
     return f" Did you mean --{near}?" if near else " `--help` lists them."
 

@@ -183,6 +183,7 @@ def test_a_flag_takes_several_values_as_in_a_recipe(capsys: pytest.CaptureFixtur
         (["gpt2", "--recipe", "seq_cls", "--block_size", "64"], "recipes/seq_cls.py has no such flag. Did you mean"),
         ([POST, "--recipe", "seq_cls"], "is for recipes/causal_lm.py, not for recipes/seq_cls.py"),
         (["gpt2", "--lr", "1e-4"], "unknown flag --lr for `finetune plan`. Did you mean --learning_rate?"),
+        (["gpt2", "--max_length", "9"], "Did you mean --max_seq_length or --block_size or --max_source_length?"),
         (
             ["gpt2", "--fsdp", "offload", "--nodes", "2"],
             r"--fsdp is 'offload' \(command line\): only --fsdp True",
@@ -370,6 +371,8 @@ def test_the_recipe_is_the_one_named_or_the_likeliest_that_takes_the_flags(
         (["gpt2", "--recipe", "token_cls"], "2 labels are assumed"),
         (["gpt2"], "fp32 is assumed, as for any CPU; a run uses bf16"),
         (["gpt2", "--train_file", "a.conll"], "recipes/token_cls.py trains it, the one that reads tagged words"),
+        (["gpt2", "--max_seq_length", "64"], "trains it, because recipes/causal_lm.py has no --max_seq_length"),
+        (["bert-base-uncased", "--max_seq_length", "64"], "seq_cls.py trains it, the likeliest that has these flags"),
     ],
 )
 def test_what_is_assumed_is_said(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:

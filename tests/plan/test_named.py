@@ -107,6 +107,9 @@ def test_no_spelling_means_two_models() -> None:
         ("moonshotai/Moonlight-16B-A3B-Instruct", "Moonlight-16B-A3B"),
         ("zai-org/GLM-4.5-Air-Base", "GLM-4.5-Air"),
         ("Qwen/Qwen1.5-MoE-A2.7B-Chat", "Qwen1.5-MoE-A2.7B"),
+        ("decapoda-research/llama-7b-hf", "llama-7b"),
+        ("codellama/CodeLlama-34b-Instruct-hf", "CodeLlama-34b"),
+        ("01-ai/Yi-34B-Chat", "Yi-34B"),
     ],
 )
 def test_who_gives_a_model_and_how_it_was_trained_and_kept_make_no_other_shape(given: str, name: str) -> None:
@@ -167,7 +170,8 @@ def test_what_is_given_out_is_a_copy() -> None:
         ("Qwen/Qwen2.5-8B-Instruct", r"Did you mean .*Qwen2\.5-"),
         ("someone/gpt2x", "Did you mean gpt2"),
         ("llama-8b", r"Did you mean .*Llama-3\.1-8B"),
-        ("zzz", "Known models: distilbert-base-uncased, .*, mlp-deep"),
+        ("Qwen-7B", r"Did you mean Qwen2\.5-7B or Qwen2\.5-Coder-7B"),
+        ("zzz", "give the path of its folder or config.json. Known models: distilbert-base-uncased, .*, mlp-deep"),
         ("", "Known models: "),
     ],
 )

@@ -153,6 +153,22 @@ def test_what_does_not_fit_says_how_much_is_too_much_and_what_would_help() -> No
     assert "fits with activation checkpointing every layer: 13.38 GiB" in text
 
 
+def test_a_peak_in_evaluation_is_told_from_that_of_training() -> None:
+    for size, verdict in ((40, "It fits: 40.00 of"), (200, "It does not fit: 200.00 of")):
+        training = held(0, 20)
+        moment = Moment("evaluation", "log_softmax", size * GIB, {"activations": size * GIB})
+        one = planned(replace(training, peaks={**training.peaks, "evaluation": moment}), eval_batch=32)
+        text = " ".join(printed(100, one).split())
+        assert verdict in text
+        assert "That is evaluation with a batch of 32; training peaks at 23.38 GiB." in text
+    assert "That is evaluation" not in printed(100, planned())
+
+
+def test_what_the_drivers_tool_would_show_is_not_said_of_what_does_not_fit() -> None:
+    assert "will show about" in printed(100, planned())
+    assert "will show about" not in printed(100, planned(held(0, 200)))
+
+
 def test_a_layout_that_does_not_fit_is_told_from_the_one_that_does() -> None:
     assert "none, micro-batch 1, without checkpointing: needs 93.38" in printed(100, BEST.plan, FOUND)
 

@@ -116,6 +116,8 @@ EVERY_4 = "--save_strategy steps --eval_strategy steps --eval_steps 4"
         (CAUSAL_LM, "--streaming --max_steps 3 --train_file a", "--tokenizer is 'char' .*Give --tokenizer byte"),
         (CAUSAL_LM, "--use_peft True", "Give --model_name_or_path"),
         (CAUSAL_LM, "--use_lora True", r"Did you mean --use_peft\?"),
+        (CAUSAL_LM, "--max_seq_length 512", r"Did you mean --block_size\?"),
+        (CAUSAL_LM, "--cutoff_len 512", r"Did you mean --block_size\?"),
         (CAUSAL_LM, "--merge_adapter True", "Add --use_peft True"),
         (CAUSAL_LM, "--use_peft True --model_name_or_path m --lora_r 0", "--lora_r is 0 .*1 or more"),
         (CAUSAL_LM, "--use_peft True --model_name_or_path m --resize_embeddings True", "Drop one of them"),
