@@ -18,6 +18,7 @@ from typing import Any
 
 import plan_bert
 import plan_longest
+import plan_others
 import plan_speed
 
 from finetune import plan
@@ -39,7 +40,7 @@ HEAD = """# Plans compared with published measurements
 
 `python benchmarks/plan_public.py`
 
-Figures from eleven publications, compared with what `finetune plan` says about the same run. We measured none of them
+Figures from 23 publications, compared with what `finetune plan` says about the same run. We measured none of them
 ourselves. Plans use `--loss_chunk_tokens 0`, because the publications compute all logits at once, unless a row says
 otherwise. No row was changed, or excluded because of its error.
 
@@ -186,7 +187,8 @@ def page(data: dict[str, Any]) -> str:
         *section(THIRD, "model gpus lora tokens gb", "GB", data["qwen_zero3"], lambda row: device_gb(row, models)),
     ]  # fmt: skip
     berts = [plan_bert.speed(row) for row in data["bert"]]
-    return "\n".join([*parts, *plan_bert.page(data), *plan_longest.page(data), *plan_speed.page(data, berts)]) + "\n"
+    parts += [*plan_bert.page(data), *plan_longest.page(data), *plan_speed.page(data, berts)]
+    return "\n".join([*parts, *plan_others.page(data)]) + "\n"
 
 
 def device_gb(row: dict[str, Any], models: dict[str, Any]) -> float:
