@@ -27,7 +27,7 @@ AS_ASKED = "as asked"
 USUAL_STEPS = 1000  # assumed if --max_steps is not given
 # Median and worst error, held out from fitting: of published speeds (docs/results/plan_public.md), and of the step
 # times in docs/results/plan.md.
-ON_GPUS = "half of 247 published speeds, mostly on A100 and H100, were predicted within 4.2%; the worst was 59% off"
+ON_GPUS = "half of 244 published speeds, mostly on A100 and H100, were predicted within 4.0%; the worst was 58% off"
 ON_CPUS = "half of 108 step times on a CPU were predicted within 12% by rates fitted to others; the worst was 114% off"
 
 

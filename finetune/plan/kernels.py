@@ -20,6 +20,11 @@ SUSTAINED = 0.845
 # Keys per query at which fused attention reaches half of the rate of products: FlashAttention-2 forward on an H100, 191
 # of 335 TFLOP/s at 512 tokens with a causal mask, 309 of 370 without (Shah et al., arXiv 2407.08608, figure 5).
 HALF_SPEED_KEYS = 150
+# The host's time on a GPU, in launches of a forward pass. SIMPLE: of an operator that no module surrounds, as in a
+# backward pass: 11e-6 s for `a * 1.2`, and 37e-6 for each launch of a layer, on one host (machines/V100-16GB.json,
+# launch_seconds). PYTHON: of hooks that were measured in launches of a CPU, which calls no driver; fitted to the rows
+# of the first Qwen under ZeRO-3 up to 1,024 tokens in docs/results/plan_public.md.
+SIMPLE, PYTHON = 0.3, 0.56
 
 
 @dataclass(frozen=True)
@@ -48,8 +53,10 @@ class Kernels:
         self.machine = machine
         self.precision = precision if precision in machine.peak_flops else "fp32"
         self.bandwidth = machine.memory_bandwidth * machine.memory_efficiency
+        is_cpu = machine.device == "cpu"
         on_gpu = KERNEL_SECONDS, SUSTAINED, HALF_SPEED_KEYS
-        self.floor, self.sustained, self.half_speed_keys = (0.0, 1.0, 0) if machine.device == "cpu" else on_gpu
+        self.floor, self.sustained, self.half_speed_keys = (0.0, 1.0, 0) if is_cpu else on_gpu
+        self.simple, self.python = (1.0, 1.0) if is_cpu else (SIMPLE, PYTHON)
 
     def op(self, op: Op) -> tuple[Work, Work]:
         """An operator's work, forward and backward."""
@@ -123,5 +130,6 @@ def _weights(segment: Segment) -> frozenset[str]:
 def _segment_work(segment: Segment, kernels: Kernels) -> SegmentWork:
     works = [(kernels.op(op), op.times) for op in segment.ops]
     forward, backward = (sum((pair[way].times(many) for pair, many in works), NOTHING) for way in (0, 1))
+    backward = replace(backward, launches=kernels.simple * backward.launches)
     flops = sum(gemm.flops * op.times for op in segment.ops for gemm in (*op.gemms, *op.gemms_back))
     return SegmentWork(forward, backward, forward if segment.recomputed else NOTHING, flops, _weights(segment))

@@ -87,7 +87,7 @@ class Machine:
     gemm_efficiency: Annotated[dict[str, float], dict.fromkeys(PRECISIONS, SHARE)]
     memory_bandwidth: Annotated[float, POSITIVE]  # bytes per second, nominal
     memory_efficiency: Annotated[float, SHARE]  # share of it that streaming kernels reach
-    launch_seconds: Annotated[float, NOT_NEGATIVE]  # the host's time for each kernel that eager PyTorch launches
+    launch_seconds: Annotated[float, NOT_NEGATIVE]  # the host's time for each kernel of an eager forward pass
     intra_node: Link  # ring collectives within a node
     inter_node: Link  # and between nodes
     host_link: Link  # pinned host memory; its latency is that of one copy

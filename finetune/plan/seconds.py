@@ -3,9 +3,9 @@
     step = plan_seconds(job, find_machine("H100"))
     step.total, step.tokens_per_second, step.mfu
 
-On a GPU the host runs ahead: a part of a step lasts as long as the device works or as the host needs to launch it,
-whichever is longer, and `launch` is what the host adds. On a CPU every launch adds its time. Collectives that overlap
-with computation cost only what is not hidden (`exposed_communication`).
+On a GPU the host runs ahead: a step's passes, and its end, last as long as the device works or as the host needs to
+launch them, whichever is longer, and `launch` is what the host adds. On a CPU every launch adds its time. Collectives
+that overlap with computation cost only what is not hidden (`exposed_communication`).
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def plan_seconds(job: Job, machine: Machine) -> StepSeconds:
         # On a GPU transfers to and from the host overlap with all other work.
         offload += count * max(0.0, flow.offload - (beside.device + waited if job.device != "cpu" else 0.0))
     forward = forward + _asked(job, machine)
-    launches = (forward + backward + again).times(micros).launches + (copies + update).launches
+    ending, at_end = traffic.step.work + update, traffic.step.communication
+    launches = (forward + backward + again).times(micros).launches + (copies + update).launches - ending.launches
     parts = {
         "forward": forward.device * micros,
         "backward": backward.device * micros,
@@ -131,7 +132,10 @@ def plan_seconds(job: Job, machine: Machine) -> StepSeconds:
         "exposed_communication": exposed + traded,
         "offload": offload + micros * moved,
     }
-    parts["launch"] = _launch(machine, launches, sum(parts.values()) - update.host)
+    # The Trainer waits for each loss (logging_nan_inf_filter), and ZeRO for the backward pass (zero/stage_1_and_2.py,
+    # independent_gradient_partition_epilogue), so no launch of the step's end is ahead of the device.
+    passing = sum(parts.values()) - update.host - ending.device - at_end
+    parts["launch"] = _launch(machine, launches, passing) + _launch(machine, ending.launches, ending.device + at_end)
     return _step(job, machine, segments, parts, sent)
 
 
@@ -269,7 +273,7 @@ def _pipeline(job: Job, machine: Machine) -> StepSeconds:
     reduced = max(traffic.boundary.communication + traffic.step.communication for traffic, _ in ends)
     copies = max((traffic.boundary.work + traffic.step.work for traffic, _ in ends), key=lambda work: work.device)
     update = max((update for _, update in ends), key=lambda update: update.device + update.host)
-    after = copies + update
+    launches = max((traffic.boundary.work + traffic.step.work + update).launches for traffic, update in ends)
     parts = {
         "forward": job.accumulation * (forward[slowest] - moved),
         "backward": job.accumulation * (backward[slowest] - again - moved),
@@ -278,7 +282,7 @@ def _pipeline(job: Job, machine: Machine) -> StepSeconds:
         "optimizer": update.device + update.host,
         "exposed_communication": reduced,
         "offload": 2 * job.accumulation * moved,
-        "launch": _launch(machine, after.launches, after.device),
+        "launch": _launch(machine, launches, copies.device + update.device),
         "idle": pipeline_schedule(job, machine).makespan - busy,
     }
     return _step(job, machine, segments, parts, reduced + 2 * job.accumulation * _transfer(job, machine))

@@ -97,8 +97,12 @@ class Network:
         return Flow(calls * each, each)
 
     def copied(self, size: float, tensors: float, launches: float = 0.0) -> Flow:
-        """`size` bytes moved, with a kernel for each tensor, and so many `launches` besides."""
-        return Flow(work=self.kernels.moved(size, tensors) + Work(0.0, launches))
+        """`size` bytes moved, with a kernel for each tensor, and hooks as long as so many `launches`."""
+        moved = self.kernels.moved(size, tensors)
+        return Flow(work=Work(moved.device, self.kernels.simple * tensors) + self.hooks(launches))
+
+    def hooks(self, launches: float) -> Work:
+        return Work(0.0, self.kernels.python * launches)
 
     def added(self, share: int = 1) -> Flow:
         """Gradients of a later micro-batch are added to the existing ones."""
@@ -162,7 +166,7 @@ class Network:
         """Gathers by module as the coordinator requests them, and buckets of gradients. After the optimizer each
         persistent parameter is gathered by a separate call (_post_step)."""
         played = gathers(tape, self.weights, self.zero, self.ranks)
-        hooks = Flow(work=Work(0.0, ZERO3_MODULE * len([op for op in tape.ops if op.module])))
+        hooks = Flow(work=self.hooks(ZERO3_MODULE * len([op for op in tape.ops if op.module])))
         forward, backward = (
             hooks
             + self.read()
@@ -173,7 +177,7 @@ class Network:
         boundary = backward + self.to_host(self.zero.offload_optimizer != "none")
         kept = played.persistent if self.ranks > 1 else ()
         step = self.sent(all_gather, sum(kept) * self.size, len(kept))
-        step += Flow(work=Work(0.0, SHARDED_PARAMETER * len(kept)))
+        step += Flow(work=self.hooks(SHARDED_PARAMETER * len(kept)))
         each = backward + self.added(self.ranks)
         return Traffic(forward, each, boundary, step, self.is_on_gpu and self.zero.overlap_comm)
 

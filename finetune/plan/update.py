@@ -8,23 +8,21 @@ from dataclasses import replace
 from finetune.plan.engines.fsdp import piece
 from finetune.plan.engines.resident import Weights
 from finetune.plan.job import DEEPSPEED, FSDP, TRAINER, Job
-from finetune.plan.kernels import Kernels, Work
+from finetune.plan.kernels import SIMPLE, Kernels, Work
 from finetune.plan.machine import Machine
 from finetune.plan.optimizers import KINDS
 from finetune.plan.values import FP32_BYTES
 
 HORIZONTAL = 0.1  # share of a launch per tensor, if one kernel takes many (torch's foreach, on a GPU)
-# The host's time for an operator that neither a module nor autograd surrounds, in launches: 11e-6 s for `a * 1.2`, and
-# 37e-6 for each launch of a layer, on one host (machines/V100-16GB.json, launch_seconds).
-SIMPLE = 0.3
 # Bytes per element besides the optimizer's own, in fp32: a norm reads gradients, clipping reads and writes them.
 CLIP_BYTES = 12
 # In fp16 the Trainer's loss scaler reads and writes gradients (torch 2.13, amp/grad_scaler.py, unscale_); DeepSpeed
 # looks for infinities with two reductions (0.19.8, runtime/utils.py, has_inf_or_nan).
 SCALER_BYTES, SEARCH_BYTES = 8, 4
 # DeepSpeed without ZeRO, in half precision (fp16/fused_optimizer.py, step): gradients become fp32, then flat, and the
-# weights are written from fp32 ones. The host waits for its search of each tensor, of six operators.
-FLAT_BYTES, SEARCH = 20, 6
+# weights are written from fp32 ones. The host waits for its search of each tensor, of twelve operators. ZeRO-1 and -2
+# add up what the search finds, and wait once (zero/stage_1_and_2.py, has_overflow).
+FLAT_BYTES, SEARCH = 20, 12
 # ZeRO takes norms in fp64 (zero/utils.py, get_norm_dtype: 20), joins and scales fp32 gradients, and writes the weights.
 NORM_BYTES, SHARD_BYTES = 20, 24
 STATE_BYTES = 12  # master weight and both moments, read from and written to disk
@@ -46,8 +44,11 @@ def update_of(job: Job, machine: Machine, kernels: Kernels, weights: Weights) ->
         looped = rule.operators * simple if rule.loops and job.device != "cpu" else 0.0
         return replace(work, host=SEARCH * simple * is_flat + max(0.0, looped - work.device))
     owned = sum(tensor.elements * tensor.holders for tensor in weights.trained) / ranks
-    norms = count if job.zero.stage == 3 else count / ranks
-    work = kernels.moved((NORM_BYTES + SEARCH_BYTES * is_fp16) * owned, (3 + 2 * is_fp16) * norms)
+    # A search of bf16, too (bf16.check_grad_overflow); the constants of CPUs were fitted without.
+    is_three, searches = job.zero.stage == 3, job.precision != "fp32" and job.device != "cpu"
+    operators = (3 + (SEARCH + 1) * (searches and not is_three)) * (count if is_three else count / ranks)
+    work = kernels.moved((NORM_BYTES + SEARCH_BYTES * searches) * owned, operators)
+    work = replace(work, launches=kernels.simple * work.launches)
     if job.zero.offload_optimizer != "none":
         return replace(work, host=_on_host(job, machine, owned, weights.bytes_each))
     groups = len(weights.sub_groups(ranks, job.zero.sub_group_size) if job.zero.stage == 3 else weights.groups())

@@ -102,13 +102,13 @@ def test_the_longest_published_text_that_ranks_share_is_planned_within_a_tenth()
 
 
 @pytest.mark.nightly
-def test_published_speeds_are_planned_within_an_eighth_half_of_them_within_a_twentieth() -> None:
+def test_three_quarters_of_published_speeds_are_planned_within_a_tenth_and_half_within_a_fifteenth() -> None:
     """Of each publication by itself, but for those that say little of how they ran."""
     others, foundry = plan_speed.speeds(PUBLIC)
     qwen = [row for row in others if row.cells[0] == "Qwen"]
     for rows in (foundry, qwen, others):
-        assert median(abs(row.error) for row in rows) < 0.07
-        assert sorted(abs(row.error) for row in rows)[int(0.75 * len(rows))] < 0.13
+        assert median(abs(row.error) for row in rows) < 1 / 15
+        assert sorted(abs(row.error) for row in rows)[int(0.75 * len(rows))] < 0.1
     assert len(others) > 40
     assert len(foundry) == 191
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from conftest import REPO
 
-from finetune.plan.job import DEEPSPEED, PIPELINE, TRAINER, Job
-from finetune.plan.kernels import KERNEL_SECONDS, SUSTAINED, Kernels, Work, kernels_of
+from finetune.plan.job import DEEPSPEED, PIPELINE, TRAINER, Job, tape_of
+from finetune.plan.kernels import KERNEL_SECONDS, SUSTAINED, Kernels, Work, kernels_of, passed
 from finetune.plan.machine import Link, Machine, Nvme, find_machine
 from finetune.plan.model import Model, model_of
 from finetune.plan.optimizers import Optimizer
@@ -139,6 +139,28 @@ def test_a_deep_narrow_network_is_ruled_by_its_launches_on_a_gpu() -> None:
     assert step.launch > (step.forward + step.backward) / 2
     wide = plan_seconds(Job(deep(3, 8192), micro_batch=512, tokens=1), H100)
     assert wide.launch < 0.2 * wide.total
+
+
+def test_no_work_of_the_passes_hides_the_launches_of_a_steps_end() -> None:
+    """Large batches: the device is behind in the passes. At the end of ZeRO-2's step the host waits for it, then needs
+    sixteen operators a gradient."""
+    one = job(engine=DEEPSPEED, zero=Zero(stage=2), precision="bf16", micro_batch=256)
+    step, tensors = plan_seconds(one, H100), len(one.model.tensors)
+    quick = plan_seconds(one, replace(H100, launch_seconds=0.0, name="no host"))
+    assert step.forward + step.backward > (tensors * 20 + 1000) * H100.launch_seconds
+    assert step.launch + step.optimizer == pytest.approx(0.3 * 16 * tensors * H100.launch_seconds, rel=0.1)
+    assert step.total - quick.total == pytest.approx(step.launch + step.loop)
+
+
+def test_a_launch_of_a_backward_pass_takes_the_host_of_a_gpu_less_than_one_of_a_forward_pass() -> None:
+    one = Job(deep(100), micro_batch=8, tokens=1)
+    ahead, back = (
+        sum(getattr(segment, way).launches for segment in passed(tape_of(one), H100, "fp32"))
+        for way in ("forward", "backward")
+    )
+    on_cpu = passed(tape_of(replace(one, device="cpu")), CPU, "fp32")
+    assert ahead == pytest.approx(sum(segment.forward.launches for segment in on_cpu))
+    assert back == pytest.approx(0.3 * sum(segment.backward.launches for segment in on_cpu))
 
 
 def test_on_a_cpu_a_launch_is_time_of_its_own() -> None:

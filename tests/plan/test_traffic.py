@@ -44,6 +44,9 @@ def ring(size: float, ranks: int = 2) -> float:
     return 2 * (ranks - 1) / ranks * size / 100 + 2 * (ranks - 1) * 1.0
 
 
+# The host's time on a GPU, in launches of a forward pass: of an operator that no Python surrounds, and of hooks whose
+# time was measured in launches of a CPU.
+SIMPLE, PYTHON = 0.3, 0.56
 ADDED = 3 * 4 * ELEMENTS  # a later micro-batch's gradients: two are read, one is written
 
 
@@ -51,7 +54,7 @@ def test_one_process_sends_nothing_and_adds_later_micro_batches() -> None:
     found = traffic(world_size=1)
     assert (found.forward, found.boundary, found.step) == (Flow(), Flow(), Flow())
     assert found.backward.work.device == pytest.approx(ADDED)
-    assert found.backward.work.launches == TENSORS
+    assert found.backward.work.launches == pytest.approx(SIMPLE * TENSORS)
 
 
 def test_ddp_copies_gradients_into_buckets_and_sums_them_there() -> None:
@@ -59,7 +62,7 @@ def test_ddp_copies_gradients_into_buckets_and_sums_them_there() -> None:
     assert found.backward.work.device == pytest.approx(ADDED)
     assert found.boundary.communication == found.boundary.tail == pytest.approx(ring(4 * ELEMENTS))
     assert found.boundary.work.device == pytest.approx(2 * 4 * ELEMENTS)
-    assert found.boundary.work.launches == pytest.approx((1 + 1.5) * TENSORS)
+    assert found.boundary.work.launches == pytest.approx((SIMPLE + PYTHON * 1.5) * TENSORS)
     assert found.overlaps
     assert found.step == Flow()
 
@@ -77,7 +80,7 @@ def test_zero_0_joins_sums_and_cuts_up_behind_the_last_backward_pass() -> None:
     assert found.boundary == Flow()
     assert found.step.communication == pytest.approx(ring(2 * ELEMENTS))
     assert found.step.work.device == pytest.approx((2 * 2 + 2) * 2 * ELEMENTS)
-    assert found.step.work.launches == pytest.approx(2 * TENSORS)
+    assert found.step.work.launches == pytest.approx(SIMPLE * 2 * TENSORS)
     assert found.backward.work.device == pytest.approx(ADDED / 2)
 
 
@@ -88,7 +91,7 @@ def test_zero_1_and_2_sum_buckets_and_gather_what_was_stepped(stage: int) -> Non
     found = traffic(engine=DEEPSPEED, zero=zero)
     # Into the bucket (read and written), scaled, joined once more; this rank's part out of it.
     seconds = 3 * 2 * 4 * ELEMENTS + 2 * 4 * OWNED
-    launches = TENSORS + TENSORS / 2 + 3 * TENSORS
+    launches = SIMPLE * (TENSORS + TENSORS / 2) + PYTHON * 3 * TENSORS
     assert found.boundary.communication == pytest.approx(3 * ring(4 * ELEMENTS / 3))
     assert found.boundary.tail == pytest.approx(ring(4 * ELEMENTS / 3))
     assert found.boundary.work.device == pytest.approx(seconds)
@@ -99,7 +102,7 @@ def test_zero_1_and_2_sum_buckets_and_gather_what_was_stepped(stage: int) -> Non
         assert found.backward.communication == 0
     else:
         assert found.backward.work.device == pytest.approx(seconds + 3 * 4 * OWNED)
-        assert found.backward.work.launches == pytest.approx(launches + TENSORS / 2)
+        assert found.backward.work.launches == pytest.approx(launches + SIMPLE * TENSORS / 2)
         assert found.backward.communication == found.boundary.communication
     # Flat groups of matrices and vectors, half of each from the other rank.
     assert found.step.communication == pytest.approx(0.5 * 4 * ELEMENTS / 100 + 2 * 1.0)
@@ -130,7 +133,7 @@ def test_zero_3_gathers_joins_and_copies_apart_module_by_module(quantized: bool)
     assert found.forward.tail == pytest.approx(each)
     # Pieces into the flat tensor (half of it, read and written), and out of it (all of it).
     assert found.forward.work.device == pytest.approx(LAYERS * 3 * 4 * 110)
-    assert found.forward.work.launches == pytest.approx(LAYERS * (36 + 2 + 20 + 10 * 2))
+    assert found.forward.work.launches == pytest.approx(LAYERS * (SIMPLE * 2 + PYTHON * (36 + 20 + 10 * 2)))
     assert found.step.communication == 0
 
 
@@ -147,15 +150,16 @@ def test_zero_3_scatters_buckets_of_gradients_and_adds_pieces() -> None:
     copied = 3 * 4 * sum(backward) + (3 * 2 + 1) * 4 * ELEMENTS
     assert found.boundary.work.device == pytest.approx(copied)
     assert found.backward.work.device == pytest.approx(copied + 3 * 4 * OWNED)
-    launches = LAYERS * 36 + len(backward) * (2 + 20 + 10 * 2) + (1 + 10) * TENSORS
+    hooks = LAYERS * 36 + len(backward) * (20 + 10 * 2) + 10 * TENSORS
+    launches = PYTHON * hooks + SIMPLE * (len(backward) * 2 + TENSORS)
     assert found.boundary.work.launches == pytest.approx(launches)
-    assert found.backward.work.launches == pytest.approx(launches + TENSORS / 2)
+    assert found.backward.work.launches == pytest.approx(launches + SIMPLE * TENSORS / 2)
 
 
 def test_persistent_weights_are_gathered_one_by_one_behind_the_step() -> None:
     found = traffic(engine=DEEPSPEED, zero=replace(THREE, persistence_threshold=50))
     assert found.step.communication == pytest.approx(4 * (0.5 * 4 * 10 / 100 + 1.0))
-    assert found.step.work.launches == pytest.approx(10 * 4)
+    assert found.step.work.launches == pytest.approx(PYTHON * 10 * 4)
     alone = traffic(engine=DEEPSPEED, zero=replace(THREE, persistence_threshold=50), world_size=1)
     assert alone.step == Flow()
     assert alone.forward.communication == 0

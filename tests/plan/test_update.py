@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+from deepspeed.runtime.utils import has_inf_or_nan
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.plan.engines.resident import Weights
@@ -16,7 +18,7 @@ from finetune.plan.kernels import Work, kernels_of
 from finetune.plan.machine import Link, Nvme, find_machine
 from finetune.plan.model import model_of
 from finetune.plan.optimizers import KINDS, Optimizer
-from finetune.plan.update import update_of
+from finetune.plan.update import SEARCH, update_of
 from finetune.plan.zero import Zero
 
 SLOW = replace(
@@ -153,7 +155,7 @@ def test_zero_0_keeps_flat_fp32_copies_in_half_precision_and_searches_each_gradi
     device waits for each search."""
     found, plain = update(engine=DEEPSPEED, precision=precision), update()
     assert found.device - plain.device == pytest.approx((2 * 2 + 2 + 4 + 4 + 4 + 4 + 2) * ELEMENTS)
-    assert found.host == pytest.approx(6 * 0.3 * TENSORS * SLOW.launch_seconds)
+    assert found.host == pytest.approx(12 * 0.3 * TENSORS * SLOW.launch_seconds)
 
 
 def test_a_loop_over_tensors_waits_for_the_host() -> None:
@@ -164,30 +166,49 @@ def test_a_loop_over_tensors_waits_for_the_host() -> None:
     assert update(given["machine"], optimizer=Optimizer("adam_foreach")).host == 0
 
 
+def test_deepspeeds_search_has_as_many_operators_as_planned() -> None:
+    class Operators(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    gradient = torch.ones(4, dtype=torch.bfloat16)
+    with Operators() as seen:
+        has_inf_or_nan(gradient)
+    assert seen.count == SEARCH
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_in_fp16_a_rank_searches_its_part_for_infinities(stage: int) -> None:
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_in_half_precision_a_rank_searches_its_part_for_infinities(stage: int, precision: str) -> None:
+    """ZeRO-1 and -2 each gradient with twelve operators, and add what they find; ZeRO-3 its flat buffer."""
     given = {"engine": DEEPSPEED, "zero": Zero(stage=stage), "world_size": 2}
-    found, plain = update(**given, precision="fp16"), update(**given, precision="bf16")
+    found, plain = update(**given, precision=precision), update(**given)
     assert found.device - plain.device == pytest.approx(2 * 2 * ELEMENTS / 2)
-    assert found.launches > plain.launches
+    assert found.launches - plain.launches == pytest.approx(0 if stage == 3 else 0.3 * 13 * TENSORS / 2)
+
+
+def test_bf16_is_searched_by_default() -> None:
+    assert DeepSpeedBF16Config().check_grad_overflow
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(2, 1), (2, 2), (4, 2), (2, 3), (4, 3)])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_rank_steps_its_part_group_by_group(ranks: int, stage: int, precision: str) -> None:
+def test_a_rank_steps_its_part_group_by_group(ranks: int, stage: int) -> None:
     """Norms in fp64: 20 bytes an element, of as many gradients as a rank has, or of every piece. Then of each group:
     joined and written back (16), scaled (8), stepped (28)."""
-    found = update(engine=DEEPSPEED, zero=Zero(stage=stage), world_size=ranks, precision=precision)
+    found = update(engine=DEEPSPEED, zero=Zero(stage=stage), world_size=ranks)
     pieces = TENSORS if stage == 3 else TENSORS // ranks
     assert found.device == pytest.approx((20 + 24 + 28) * ELEMENTS / ranks)
-    assert found.launches == pytest.approx(3 * pieces + 2 * (6 + 1))
+    assert found.launches == pytest.approx(0.3 * 3 * pieces + 2 * (6 + 1))
     assert found.host == 0
 
 
 def test_sub_groups_of_zero_3_are_steps_of_their_own() -> None:
     """Matrices of which a rank has 50 each: a limit of 100 makes two groups of the four, and vectors are one."""
     found = update(engine=DEEPSPEED, zero=Zero(stage=3, sub_group_size=100), world_size=2)
-    assert found.launches == pytest.approx(3 * TENSORS + 3 * (6 + 1))
+    assert found.launches == pytest.approx(0.3 * 3 * TENSORS + 3 * (6 + 1))
 
 
 @pytest.mark.parametrize(("ranks", "per_node", "here"), [(2, 8, 2), (8, 4, 4), (4, 1, 1)])
@@ -201,8 +222,8 @@ def test_an_offloaded_optimizer_shares_the_host_of_its_node(ranks: int, per_node
     disk = update(**given, zero=Zero(stage=2, offload_optimizer="nvme"))
     assert cpu.host == pytest.approx(own * here / 10 + own * 2 / 8)
     assert disk.host - cpu.host == pytest.approx(12 * own * here * (1 / 40 + 1 / 20))
-    assert cpu.device == pytest.approx(20 * own)
-    assert cpu.launches == pytest.approx(3 * TENSORS / ranks)
+    assert cpu.device == pytest.approx((20 + 2 * 2) * own)
+    assert cpu.launches == pytest.approx(0.3 * (3 + 13) * TENSORS / ranks)
 
 
 def test_the_trainer_alone_has_no_part_to_offload() -> None:
