@@ -69,7 +69,21 @@ def _log_probabilities(folder: str, rows: Sequence[dict[str, str]]) -> torch.Ten
     return torch.tensor(found).reshape(-1, 2)
 
 
-JUDGES: dict[str, Callable[..., float]] = {"embedding": embedding, "seq2seq": seq2seq, "preference": preference}
+def image_cls(folder: str, rows: Sequence[dict[str, str]]) -> float:
+    """Accuracy; a row has a picture's `path` and `label`."""
+    from transformers import pipeline
+
+    classify = pipeline("image-classification", folder)
+    found = [classify(row["path"], top_k=1)[0]["label"] == row["label"] for row in rows]
+    return sum(found) / len(found)
+
+
+JUDGES: dict[str, Callable[..., float]] = {
+    "embedding": embedding,
+    "seq2seq": seq2seq,
+    "preference": preference,
+    "image_cls": image_cls,
+}
 
 if __name__ == "__main__":
     task, folder, path, *more = sys.argv[1:]

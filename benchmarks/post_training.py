@@ -46,7 +46,11 @@ NAMES = {"small": "A Llama of 4 layers, 256 dimensions and 8,192 tokens", "8b": 
 NOT_SHOWN = """
 What this does not show: a GPU, where flash attention and fused kernels change both figures; and models whose vocabulary
 is small relative to their width."""
-PEERS = {"TRL": "nll", "TRL, its chunked loss": "chunked_nll"}
+PEERS = {  # words of stock_sft.py
+    "TRL": (),
+    "TRL, its chunked loss": ("--loss_type", "chunked_nll"),
+    "TRL, checkpointing as by default": ("--gradient_checkpointing",),
+}
 IMPORTS = {  # what each peer imports before it reads a row
     OURS: "torch, transformers, datasets, accelerate, peft, finetune.training.chapters, finetune.training.start",
     **dict.fromkeys(PEERS, "torch, transformers, datasets, accelerate, peft, trl; from trl import SFTTrainer"),
@@ -115,8 +119,8 @@ class Bench:
         theirs = {"model": self.model, "train_file": self.chats, "batch": options.batch, "max_steps": options.steps}
         theirs |= {"block_size": options.block_size}
         found = {OURS: self.peers.recipe("recipes/causal_lm.py", self.peers.folder(), ours, *lora)}
-        for name, loss in PEERS.items():
-            words = (*lora, "--loss_type", loss, *(["--bf16"] * options.bf16))
+        for name, own in PEERS.items():
+            words = (*lora, *own, *(["--bf16"] * options.bf16))
             found[name] = self.peers.peer(name, "benchmarks/stock_sft.py", self.peers.folder(), theirs, *words)
         rows = options.batch * options.block_size  # tokens
         return {name: {**figures, "rows": rows} for name, figures in found.items()}
@@ -130,8 +134,9 @@ def render(found: dict[str, Any]) -> str:
         f"`{setting['command']}`, {setting['machine']}; {setting['versions']}.",
         f"{setting['model']}; blocks of {setting['block_size']} tokens, {setting['batch']} per step,",
         f"{setting['steps']} steps per process, excluding the first {WARMUP_STEPS}; {len(found['turns'])} interleaved",
-        "rounds: medians, with the range in parentheses. The loss is over the assistant's tokens. TRL runs without",
-        "gradient checkpointing, which is faster. Ratios are ours divided by the peer's, within one round.",
+        "rounds: medians, with the range in parentheses. The loss is over the assistant's tokens. Without gradient",
+        "checkpointing, which it enables by default, TRL is faster. Ratios are ours divided by the peer's, within one",
+        "round.",
         "",
         "| run | tokens/s | peak memory above imports, MiB | ratio, tokens/s | ratio, memory |",
         "|---|---|---|---|---|",

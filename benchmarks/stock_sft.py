@@ -1,7 +1,8 @@
 """The peer of recipes/causal_lm.py on chats: TRL's SFTTrainer, as its documentation has it, with packing.
 
 It does what such scripts do, plus a clock, with one setting in its favor: no gradient checkpointing, which TRL enables
-by default and the recipe does not. `--loss_type chunked_nll` is TRL's own chunked loss.
+by default (`--gradient_checkpointing` here) and the recipe does not. `--loss_type chunked_nll` is TRL's own chunked
+loss.
 
     python benchmarks/stock_sft.py --model FOLDER --train_file chats.jsonl --result out.json [--use_peft]
 """
@@ -27,6 +28,7 @@ def main():
     parser.add_argument("--loss_type", default="nll")
     parser.add_argument("--use_peft", action="store_true")
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--gradient_checkpointing", action="store_true")
     options = parser.parse_args()
 
     on_gpu, clock = torch.cuda.is_available(), Clock()
@@ -40,7 +42,7 @@ def main():
         per_device_train_batch_size=options.batch,
         max_steps=options.max_steps,
         learning_rate=1e-4,
-        gradient_checkpointing=False,
+        gradient_checkpointing=options.gradient_checkpointing,
         bf16=options.bf16,
         use_cpu=not on_gpu,
         save_strategy="no",

