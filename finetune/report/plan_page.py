@@ -15,7 +15,6 @@ from finetune.report.plan_pictures import host_bars, lanes, memory_bars, memory_
 from finetune.report.plan_tables import host_table, layout_table, memory_table, step_table
 from finetune.report.plan_words import fills_host, headline, more_words, rank_kinds, verdict
 from finetune.report.shapes import INK, LIMIT, WIDE, Word, folded
-from finetune.report.svg import write_png as write_pictures
 from finetune.report.table import Table
 from finetune.report.text import gib, number, seconds_words
 
@@ -52,6 +51,8 @@ def write_page(path: Path, plan: Plan, found: Found | None = None, *, scaling: S
 
 def write_png(path: Path, plan: Plan, found: Found | None = None, *, scaling: Scaling = ()) -> None:
     """Write the page's pictures, one below the other. Raises RequestError if the file cannot be written."""
+    from finetune.report.png import write_png as write_pictures  # Pillow takes a moment to import
+
     said = folded(headline(plan), WIDE, 13, indent="")
     words = [Word(0, 26 + 18 * index, line, size=13) for index, line in enumerate(said)]
     words.append(Word(0, 32 + 18 * len(said), verdict(plan), size=13, colour=INK if plan.fits else LIMIT, bold=True))

@@ -1,4 +1,4 @@
-"""The shapes that make up a picture, and its axes. `finetune.report.svg` writes them as SVG and PNG.
+"""The shapes that make up a picture, and its axes. `finetune.report.svg` and `png` write them.
 
 Positions and sizes are in pixels from the upper left corner. A color is "#rrggbb", or one of the page's own (INK, ...),
 which differ between light and dark mode.

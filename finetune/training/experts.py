@@ -13,9 +13,9 @@ from finetune.data.numbered import NUMBER
 from finetune.data.packing import REAL_TOKENS
 from finetune.errors import RequestError
 from finetune.models.experts import ASKED, WATCHED, Experts, Mixture, mixture_of, router_coefficient
+from finetune.report.png import write_png
 from finetune.report.run_pictures import load_picture
 from finetune.report.shapes import WIDE
-from finetune.report.svg import write_png
 from finetune.run.files import EXPERT_LOAD, EXPERT_PICTURE
 from finetune.run.flags.experts import ExpertArguments, unsupported
 from finetune.safe_read import read_json_object

@@ -17,10 +17,10 @@ from finetune.data.columns import MULTI_LABEL, Labels
 from finetune.data.mixture import sentence_of_sources
 from finetune.errors import RunError
 from finetune.report.charts import confusion_picture
+from finetune.report.png import write_png
 from finetune.report.run_curves import training_curves
 from finetune.report.run_pictures import share_bars
 from finetune.report.shapes import WIDE
-from finetune.report.svg import write_png
 from finetune.run.files import PICTURES
 from finetune.run.flags.distillation import of_teacher
 from finetune.training.merging import merged, use_of, use_of_writer

@@ -22,9 +22,9 @@ from finetune.entry.main import resolve_here
 from finetune.errors import RunError
 from finetune.models.gptlite import GPTLiteConfig
 from finetune.report.charts import confusion_picture
+from finetune.report.png import write_png
 from finetune.report.run_curves import training_curves
 from finetune.report.shapes import WIDE, Box, Picture
-from finetune.report.svg import write_png
 from finetune.run.engine import deepspeed_config_of
 from finetune.run.files import LOCK
 from finetune.run.launch import Launch

@@ -16,8 +16,8 @@ from torch import distributed
 
 from finetune.plan.schedule import BACKWARD, FORWARD, RECEIVE, SEND, Event, Schedule, bubble_share, simulate
 from finetune.report.plan_pictures import lanes
+from finetune.report.png import write_png
 from finetune.report.shapes import WIDE
-from finetune.report.svg import write_png
 from finetune.training.checkpoints.writing import every
 from finetune.training.pipeline.costs import now
 from finetune.training.run_folder import write_json

@@ -10,9 +10,9 @@ from typing import Any
 
 from finetune.report.charts import Piece, timeline
 from finetune.report.page import markdown
+from finetune.report.png import write_png
 from finetune.report.run_pictures import part_bars, part_table
 from finetune.report.shapes import WIDE, Picture, colour_of
-from finetune.report.svg import write_png
 from finetune.report.table import Table
 from finetune.training.profiling.parts import PARTS, Step
 
