@@ -9,9 +9,9 @@ from typing import Any
 
 from spread import spread
 
+from finetune.report.png import write_png
 from finetune.report.run_pictures import part_bars
 from finetune.report.shapes import WIDE
-from finetune.report.svg import write_png
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "results"
 TIMED = 5  # timed steps per round

@@ -31,8 +31,8 @@ from finetune.plan.optimizers import Optimizer
 from finetune.plan.seconds import plan_seconds
 from finetune.plan.values import Lora
 from finetune.plan.zero import Zero, read_zero
+from finetune.report.png import write_png
 from finetune.report.shapes import ACCENT, GRID, LIMIT, MUTED, WIDE, Picture, Scale
-from finetune.report.svg import write_png
 
 REPO = Path(__file__).resolve().parents[1]
 INTRODUCTION = """# Planned and measured memory and step times

@@ -43,6 +43,11 @@ IMPORTS = {  # what each peer imports before it reads a row
     "TRL, online": f"{STACK}, trl; from trl import DPOTrainer",
     "TRL, precomputed": f"{STACK}, trl; from trl import DPOTrainer",
 }
+IMAGES = (  # what the page says of them
+    "- Images: JPEGs of 128 to 200 pixels at 224 x 224, with a new ViT of 4 layers and 192 dimensions. The peer",
+    "  calls the Trainer as transformers' run_image_classification.py does; it decodes, crops and mirrors each",
+    "  picture anew. The recipe decodes once, then pads, crops and mirrors.",
+)
 Figures = dict[str, dict[str, float]]
 
 
@@ -213,7 +218,7 @@ def make_t5(folder: Path, train: Path) -> None:
 def render(found: dict[str, Any]) -> str:
     setting = found["setting"]
     lines = [
-        "# Embeddings, text-to-text, preferences and images: the recipes compared with their peers",
+        "# Embeddings, text-to-text and preferences: the recipes compared with their peers",
         "",
         f"`{setting['command']}`, {setting['machine']}; {setting['versions']}.",
         f"{setting['steps']} steps per process, timed without the first {WARMUP_STEPS}, in "
@@ -226,13 +231,11 @@ def render(found: dict[str, Any]) -> str:
         "  256 dimensions.",
         "- Preferences: at most 256 tokens, with a new Llama of 4 layers and 256 dimensions. TRL runs without gradient",
         "  checkpointing, which is faster.",
-        "- Images: JPEGs of 128 to 200 pixels at 224 x 224, with a new ViT of 4 layers and 192 dimensions. The peer",
-        "  calls the Trainer as transformers' run_image_classification.py does; it decodes, crops and mirrors each",
-        "  picture anew. The recipe decodes once, then pads, crops and mirrors.",
+        *(IMAGES if "image_cls" in found["turns"][0] else ()),
         "",
         f"Quality is measured on the same {HELD_OUT} held-out rows for all: the mean reciprocal rank of a function",
-        "given the line that describes it; the loss per token of that line; the share of pairs whose better answer",
-        "gained more log probability; and the accuracy on images.",
+        "given the line that describes it; the loss per token of that line; and the share of pairs whose better answer",
+        "gained more log probability.",
         "",
     ]
     for task in found["turns"][0]:

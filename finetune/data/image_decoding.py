@@ -19,6 +19,7 @@ from finetune.errors import RequestError, RunError, first_line
 
 CHANNELS = 3  # like transformers' pipelines, all pictures become RGB (image_utils.py, load_image)
 CHUNK = 512  # pictures in memory at a time
+COUNTED = 32  # the same; counting takes eight bytes for each byte
 SHOWN = 5
 
 
@@ -128,11 +129,12 @@ def _check_room(folder: Path, needed_bytes: int) -> None:
 
 def moments(pixels: npt.NDArray[np.uint8]) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of each channel, from 0 to 1, over (N, channels, H, W)."""
-    sums, squares = np.zeros(pixels.shape[1]), np.zeros(pixels.shape[1])
-    for start in range(0, len(pixels), CHUNK):
-        some = pixels[start : start + CHUNK] / 255.0
-        sums, squares = sums + some.sum(axis=(0, 2, 3)), squares + (some**2).sum(axis=(0, 2, 3))
-    count = pixels.size / pixels.shape[1]
-    mean = sums / count
-    std = np.sqrt(np.maximum(squares / count - mean**2, 1e-8))  # not 0 even for pictures of one color
+    channels = pixels.shape[1]
+    counts = np.zeros((channels, 256))  # of each value
+    for start in range(0, len(pixels), COUNTED):
+        some = pixels[start : start + COUNTED]
+        counts += [np.bincount(some[:, channel].ravel(), minlength=256) for channel in range(channels)]
+    values, shares = np.arange(256) / 255, counts / counts.sum(axis=1, keepdims=True)
+    mean = shares @ values
+    std = np.sqrt(np.maximum(shares @ values**2 - mean**2, 1e-8))  # not 0 even for pictures of one color
     return [round(float(value), 6) for value in mean], [round(float(value), 6) for value in std]

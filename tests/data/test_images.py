@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from PIL import Image
 
 from finetune.data.cifar import NAMES, read_cifar, read_pickle
 from finetune.data.columns import Labels
-from finetune.data.image_decoding import Resizer
+from finetune.data.image_decoding import Resizer, moments
 from finetune.data.image_samples import Augmentation, Pictures
 from finetune.data.image_sources import BadImageError, RawSplit, load_images, open_picture
 from finetune.data.images import ImageData, prepare_images
@@ -510,3 +511,17 @@ def test_a_processor_that_fails_is_named_with_the_picture(tmp_path: Path) -> Non
     resizer = Resizer(ConvNextImageProcessorPil(size={"height": 8, "width": 8}), 1)
     with pytest.raises(RequestError, match=r"one\.png: the model's image processor fails .*preprocessor_config\.json"):
         resizer.write(source, tmp_path / "pixels")
+
+
+def test_means_and_deviations_are_exact_and_take_no_copy_of_the_pictures() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (100, 3, 60, 60), dtype=np.uint8) // np.array(
+        [1, 2, 255], dtype=np.uint8
+    ).reshape(3, 1, 1)
+    tracemalloc.start()
+    found = moments(pixels)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    shares = pixels / 255
+    assert found[0] == pytest.approx(shares.mean(axis=(0, 2, 3)), abs=1e-6)
+    assert found[1] == pytest.approx(shares.std(axis=(0, 2, 3)), abs=1e-6)
+    assert peak < 3 * pixels.nbytes  # floats of all of them take eight times as much, and their squares as much again
