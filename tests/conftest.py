@@ -18,7 +18,12 @@ from typing import Any
 import pytest
 from compiled_ops import build, enter, folder_of_this_stack
 from hypothesis import settings
-from nightly_record import pytest_addoption, pytest_terminal_summary  # noqa: F401  (hooks)
+from nightly_record import (  # noqa: F401  (hooks)
+    pytest_addoption,
+    pytest_collection_finish,
+    pytest_terminal_summary,
+    pytest_xdist_node_collection_finished,
+)
 from nightly_record import pytest_collection_modifyitems as keep_what_is_retried
 from warm_ranks import WarmRanks, is_warm, kill_family
 

@@ -14,7 +14,10 @@ from nightly_record import PRODUCT, RECORD, REPO, git
 
 MOST_COMMITS = 60  # of product code since
 OF_THE_PROCESSOR = "this CPU "  # such a reason is in the record, but does not make a night on that machine worthless
-MEND = "Run `bash .ci/nightly`, or after a mend `bash .ci/nightly --nightly_retry`, and commit tests/nightly.json."
+MEND = (
+    "Run `bash .ci/nightly`, after a mend `bash .ci/nightly --nightly_retry`, or after an interruption "
+    "`bash .ci/nightly --nightly_go_on`, and commit tests/nightly.json."
+)
 
 
 def faults_of(record: dict[str, Any]) -> list[str]:
@@ -26,6 +29,8 @@ def faults_of(record: dict[str, Any]) -> list[str]:
         found.append(f"not all nightly tests were asked for: -m {record['selected']!r} {record['narrowed']}")
     if record["uncommitted"]:
         found.append(f"what ran was not what was committed: {record['uncommitted']}")
+    if record.get("left"):
+        found.append(f"it was interrupted, and these files are left: {', '.join(record['left'])}")
     if not record["passed"]:
         found.append("nothing passed")
     left_out = [reason for reason in record["skipped"] if not reason.startswith(OF_THE_PROCESSOR)]
@@ -75,6 +80,7 @@ WHOLE = {"failures": [], "selected": "nightly", "narrowed": [], "uncommitted": [
         {"uncommitted": [" M a.py"]},
         {"passed": 0},
         {"skipped": {"no browser": 1}},
+        {"left": ["tests/test_some.py"]},
     ],
     ids=str,
 )
@@ -112,6 +118,34 @@ def test_a_run_is_recorded_with_its_reasons_for_skipping(tmp_path: Path) -> None
         record = json.loads((tmp_path / "record.json").read_text())
         assert (record["passed"], record["failures"]) == (2, ["test_some.py::test_broken", "test_some.py::test_torn"])
         assert record["retried"] == [{"commit": git("rev-parse", "HEAD"), "tests": ["test_some.py::test_bad"]}]
+
+
+@pytest.mark.parametrize("more", [[], ["-n", "1", "--dist", "loadfile"]], ids=["here", "worker"])
+def test_a_night_that_is_interrupted_goes_on_with_the_files_that_are_left(more: list[str], tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "conftest.py").write_text("from nightly_record import *\n")
+    largest = "".join(f"def test_{number}(): pass\n" for number in range(3))  # xdist takes it first
+    (tmp_path / "test_1.py").write_text(largest)
+    (tmp_path / "test_2.py").write_text(
+        "import os, pathlib, signal, time\n"
+        "def test_good(): pass\n"
+        "def test_cut_off():\n"
+        "    if not pathlib.Path('again').exists():\n"
+        "        pathlib.Path('again').touch()\n"
+        "        time.sleep(1)\n"  # until a worker's earlier reports have arrived
+        "        os.kill(os.getppid() if os.environ.get('PYTEST_XDIST_WORKER') else os.getpid(), signal.SIGINT)\n"
+        "        signal.pause()\n"
+    )
+    (tmp_path / "test_3.py").write_text("def test_good(): pass\n")
+    env = {**os.environ, "PYTHONPATH": str(REPO / "tests")}
+    words = [sys.executable, "-m", "pytest", "-q", "--nightly_record", "record.json", *more]
+    records = []
+    for how in ([], ["--nightly_go_on"]):
+        subprocess.run([*words, *how], cwd=tmp_path, env=env, capture_output=True, timeout=100)
+        records.append(json.loads((tmp_path / "record.json").read_text()))
+    assert [record["left"] for record in records] == [["test_2.py", "test_3.py"], []]
+    assert [record["passed"] for record in records] == [3, 6]
+    assert [one["commit"] for one in records[1]["went_on"]] == [git("rev-parse", "HEAD")]
 
 
 @pytest.mark.parametrize("fails", ["update", "install", "pytest", "mutants", ""])
