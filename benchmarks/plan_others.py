@@ -1,4 +1,4 @@
-"""Published runs that were planned before their figures were looked at: a part of docs/results/plan_public.md, which
+"""Published runs of twelve more sources: a part of docs/results/plan_public.md, which
 plan_public.py prints. Every plan is computed anew; eager attention of BERT-large is traced for it, which needs torch.
 """
 
@@ -39,9 +39,10 @@ STEADY = "all but ms-swift"
 HEAD = """
 ## Twelve more publications
 
-Each run was described to `finetune plan` by its published configuration, before its figures were compared. Afterwards
-we gave the plans InternLM's links, LitGPT's GELU, the fp32 weights of PEFT's FSDP, and the loops of Adam. No constant
-was fitted to these rows, and none is left out because of its error. They are not in the tables above.
+The first plans of these runs were made from their published configurations, before their figures were compared.
+Afterwards we gave the plans InternLM's links, LitGPT's GELU, the fp32 weights of PEFT's FSDP, and the loops of Adam.
+The model of step times has changed once since; the tables have today's plans. No constant was fitted to these rows, and
+none is left out because of its error. They are not in the tables above.
 
 - InternLM: InternLM/InternLM, doc/en/train_performance.md, a Llama of 7 billion parameters with 103,168 tokens, bf16;
   its ZeRO-1 over all ranks is planned as ours. Nodes have 4 x 100 Gb/s, a quarter of the profile's, and so has the

@@ -40,7 +40,7 @@ HEAD = """# Plans compared with published measurements
 
 `python benchmarks/plan_public.py`
 
-Figures from 23 publications, compared with what `finetune plan` says about the same run. We measured none of them
+Published figures, compared with what `finetune plan` says about the same run. We measured none of them
 ourselves. Plans use `--loss_chunk_tokens 0`, because the publications compute all logits at once, unless a row says
 otherwise. No row was changed, or excluded because of its error.
 

@@ -1,4 +1,4 @@
-"""Published training speeds, compared with `finetune plan`: the second half of docs/results/plan_public.md, which
+"""Published training speeds, compared with `finetune plan`: a part of docs/results/plan_public.md, which
 plan_public.py prints. Every plan is computed anew; the data has only the published figures.
 """
 

@@ -2,8 +2,8 @@
 
 python benchmarks/stock_image_cls.py --model FOLDER --train_file PICTURES --result out.json --out FOLDER
 
-That script's transforms are torchvision's, of which there is no CPU build. On Pillow's pictures, these here do the same
-work: random resized crop, mirror, to tensor, normalize (torchvision 0.28, transforms/transforms.py).
+That script's transforms are torchvision's, of which there is no CPU build. On Pillow's pictures, those below do the
+same: random resized crop, mirror, to tensor, normalize (torchvision 0.28, transforms/transforms.py).
 """
 
 import argparse

@@ -132,8 +132,9 @@ def plan_seconds(job: Job, machine: Machine) -> StepSeconds:
         "exposed_communication": exposed + traded,
         "offload": offload + micros * moved,
     }
-    # The Trainer waits for each loss (logging_nan_inf_filter), and ZeRO for the backward pass (zero/stage_1_and_2.py,
-    # independent_gradient_partition_epilogue), so no launch of the step's end is ahead of the device.
+    # The host waits for the passes: for the loss (the Trainer's logging_nan_inf_filter; our guard, after the norm), and
+    # under ZeRO with overlap_comm for the backward pass (zero/stage_1_and_2.py,
+    # independent_gradient_partition_epilogue). So no launch of the step's end is ahead of the device.
     passing = sum(parts.values()) - update.host - ending.device - at_end
     parts["launch"] = _launch(machine, launches, passing) + _launch(machine, ending.launches, ending.device + at_end)
     return _step(job, machine, segments, parts, sent)

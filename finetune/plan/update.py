@@ -40,7 +40,7 @@ def update_of(job: Job, machine: Machine, kernels: Kernels, weights: Weights) ->
         is_flat = job.engine == DEEPSPEED and job.precision != "fp32"
         moved += FLAT_BYTES + SEARCH_BYTES if is_flat else SCALER_BYTES * is_fp16
         work, simple = kernels.moved(moved * sum(shards), launches), SIMPLE * count * machine.launch_seconds
-        # The Trainer looks at the loss before the update (logging_nan_inf_filter), so no launch is ahead of the device.
+        # The host has waited for the loss (the Trainer's logging_nan_inf_filter, or our guard), so no launch is ahead.
         looped = rule.operators * simple if rule.loops and job.device != "cpu" else 0.0
         return replace(work, host=SEARCH * simple * is_flat + max(0.0, looped - work.device))
     owned = sum(tensor.elements * tensor.holders for tensor in weights.trained) / ranks

@@ -96,7 +96,7 @@ def _training_words(plan: Plan) -> str:
     training = max(rank.step_peak.bytes for rank in plan.ranks)
     if plan.fullest.peak.phase != "evaluation" or training == plan.peak_bytes:
         return ""
-    return f" That is evaluation with a batch of {plan.job.eval_batch}; training peaks at {gib(training)} GiB."
+    return f" The peak is in evaluation, with a batch of {plan.job.eval_batch}; training peaks at {gib(training)} GiB."
 
 
 def engine_words(plan: Plan) -> str:

@@ -24,6 +24,7 @@ DASH, SPACE, RING = 5.0, 4.0, 1.5  # pixels, as in finetune.report.svg
 FONTS = "mpl-data/fonts/ttf"  # matplotlib brings DejaVu Sans; finding the file imports nothing
 # Fonts with letters that DejaVu Sans lacks, tried in this order if installed.
 MORE_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Micro Hei", "Noto Sans Arabic", "Noto Sans Devanagari")
+Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 NO_LETTER = "\U0010ffff"  # never in a font, so it shows what a font draws for a letter that it lacks
 
 
@@ -147,7 +148,7 @@ def _word(image: Image.Image, word: Word, start: Point, colour: str) -> None:
         x += length
 
 
-def _in_fonts(text: str, size: float, is_bold: bool) -> Iterator[tuple[str, ImageFont.FreeTypeFont]]:
+def _in_fonts(text: str, size: float, is_bold: bool) -> Iterator[tuple[str, Font]]:
     """Parts of the text, each with a font that has its letters, if one is installed."""
     own = _font(str(_own_font(is_bold)), 0, size)
     if text.isascii() or all(_has(own, letter) for letter in text):
@@ -159,12 +160,15 @@ def _in_fonts(text: str, size: float, is_bold: bool) -> Iterator[tuple[str, Imag
 
 
 @cache
-def _font(file: str, index: int, size: float) -> ImageFont.FreeTypeFont:
-    return ImageFont.truetype(file, size, index)
+def _font(file: str, index: int, size: float) -> Font:
+    try:
+        return ImageFont.truetype(file, size, index)
+    except OSError:  # a distribution keeps matplotlib's data elsewhere
+        return ImageFont.load_default(size)
 
 
 @cache
-def _has(font: ImageFont.FreeTypeFont, letter: str) -> bool:
+def _has(font: Font, letter: str) -> bool:
     return letter.isspace() or bytes(font.getmask(letter)) != bytes(font.getmask(NO_LETTER))
 
 

@@ -215,7 +215,9 @@ def write_confusion(folder: Path, counts: Any, labels: Labels) -> list[tuple[str
     found = {"labels": list(labels.names), "counts": counts.tolist()}
     write_json(folder / "confusion_matrix.json", found)
     picture = confusion_picture(found, WIDE, len(labels.names))
-    write_png(folder / "confusion_matrix.png", [picture] if picture else [])
+    if picture is None:
+        return []
+    write_png(folder / "confusion_matrix.png", [picture])
     return [("confusion_matrix.png", "True against predicted labels of the validation split")]
 
 

@@ -160,8 +160,8 @@ def test_a_peak_in_evaluation_is_told_from_that_of_training() -> None:
         one = planned(replace(training, peaks={**training.peaks, "evaluation": moment}), eval_batch=32)
         text = " ".join(printed(100, one).split())
         assert verdict in text
-        assert "That is evaluation with a batch of 32; training peaks at 23.38 GiB." in text
-    assert "That is evaluation" not in printed(100, planned())
+        assert "The peak is in evaluation, with a batch of 32; training peaks at 23.38 GiB." in text
+    assert "The peak is in evaluation" not in printed(100, planned())
 
 
 def test_what_the_drivers_tool_would_show_is_not_said_of_what_does_not_fit() -> None:

@@ -20,11 +20,11 @@ PROBE_SECONDS = 1.0  # for a CUDA call that takes microseconds, unless another o
 GROUPS_AT_MOST = 3  # heartbeats must stay small: Movement takes more than 4 KiB a rank on rank 0 for work
 NAME_LETTERS = 16  # hashed names of groups have 40
 RANKS_NAMED = 4
-DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Char": "int8", "Byte": "uint8"} | {
-    "Short": "int16",
-    "Int": "int32",
-    "Long": "int64",
-}  # c10/core/ScalarType.h: the others are the same in lower case
+# c10/core/ScalarType.h: the others are the same in lower case.
+DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16"} | {
+    "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64",
+}  # fmt: skip
+UNEVEN = ("all_to_all", "alltoall", "scatter", "gather")  # ranks give tensors of different sizes
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,15 @@ class Joined:
 
 class Recorder:
     """Reads the recorders of this process: gloo's and, in builds with CUDA, NCCL's, which is another one. Make it in
-    the main thread, and read in one other thread.
+    the main thread, and read in one other thread. The threads that it starts are added to `watchers`.
 
     torch reads NCCL's with Python's interpreter lock held (torch/csrc/distributed/c10d/init.cpp, 2.13) and asks a CUDA
     event whether each pending collective has ended (FlightRecorderDetail.hpp, update_state). Where the device is
     blocked, that would stop all of Python, heartbeats too. So a call that releases the lock (cudaMemGetInfo,
     torch/csrc/cuda/shared/cudart.cpp) goes first, in a thread of its own, and nothing is read until it comes back."""
 
-    def __init__(self) -> None:
+    def __init__(self, watchers: set[int]) -> None:
+        self.watchers = watchers
         self.device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self.probe: threading.Thread | None = None
         self.has_answered = False
@@ -79,6 +80,7 @@ class Recorder:
         return self.has_answered
 
     def _ask_device(self) -> None:
+        self.watchers.add(threading.get_native_id())
         with suppress(RuntimeError):  # of a device that has failed
             torch.cuda.mem_get_info(self.device)
             self.has_answered = True
@@ -95,7 +97,9 @@ def last_joined(entries: Iterable[Mapping[str, Any]]) -> tuple[Joined, ...]:
         name, description = entry["process_group"]
         its = "default group" if description == "default_pg" else f"group {name[:NAME_LETTERS]}"
         group, under_way = f"{backend}'s {its}", not entry["retired"] and entry["state"] != "completed"
-        joined = Joined(group, entry["collective_seq_id"], operation.strip("_"), _of(entry), under_way)
+        operation = operation.strip("_")
+        of = "" if operation.startswith(UNEVEN) else _of(entry)
+        joined = Joined(group, int(entry["collective_seq_id"]), operation, of, under_way)
         if group not in last or joined.number >= last[group][1].number:
             last[group] = entry["time_created_ns"], joined
     newest = sorted(last.values(), key=lambda one: (one[1].under_way, one[0]), reverse=True)
@@ -128,9 +132,11 @@ def _say(by_rank: Mapping[int, Joined], name_of: Callable[[int], str]) -> str:
     behind = [rank for rank, one in by_rank.items() if one.number < newest]
     if behind:
         return f"{_names(behind, name_of)} not joined {next(iter(there.values()))}"
-    if len({(one.operation, one.of) for one in there.values()}) > 1:
-        return " but ".join(f"{name_of(rank)} has joined {one}" for rank, one in list(there.items())[:RANKS_NAMED])
-    return f"{_names(list(there), name_of)} joined {next(iter(there.values()))}, which has not ended"
+    kinds: dict[str, list[int]] = {}
+    for rank, one in there.items():
+        kinds.setdefault(str(one), []).append(rank)
+    said = " but ".join(f"{_names(ranks, name_of)} joined {one}" for one, ranks in kinds.items())
+    return f"{said}, which has not ended" if len(kinds) == 1 else said
 
 
 def _names(ranks: list[int], name_of: Callable[[int], str]) -> str:

@@ -70,7 +70,8 @@ class Pulse(threading.Thread):
         self.ticks = 0
         self.told: Verdict | None = None  # rank 0's
         self.has_spoken = False  # whether a verdict was reached: what is seen from now on is a consequence
-        self.movement, self.recorder = Movement(self.world_size, store.port), Recorder()
+        self.movement = Movement(self.world_size, store.port)
+        self.recorder = Recorder(self.movement.watchers)
         self.joined: tuple[Joined, ...] = ()
         self.read_at = -READ_AGAIN_SECONDS
         self.own = Heartbeat(self.rank, 0, Position("", "", ""), 0.0, 0.0)

@@ -113,25 +113,30 @@ def judge(
     silent = [rank for rank, age in sorted(ages.items()) if age >= silence and rank not in left]
     if silent:
         names = _join([_silent(beats.get(rank), name_of(rank), ages[rank]) for rank in silent])
-        heard = {rank: beat.joined for rank, beat in beats.items() if rank not in left and rank not in silent}
-        return Verdict(tuple(silent), names + say_who_is_behind(heard, name_of), by_stillness=False)
+        heard = {rank: beat for rank, beat in beats.items() if rank not in left and rank not in silent}
+        return Verdict(tuple(silent), names + _behind(heard, name_of), by_stillness=False)
     there = {rank: beat for rank, beat in sorted(beats.items()) if rank not in left}
-    behind = say_who_is_behind({rank: beat.joined for rank, beat in there.items()}, name_of)
     stuck = [rank for rank, beat in there.items() if beat.idle_seconds >= limit and _is_a_fault(beat)]
     waiting = [rank for rank, beat in there.items() if beat.still_seconds >= limit and rank not in stuck]
     if stuck and waiting:
         still = {rank: f"has not moved for {there[rank].idle_seconds:.0f} s (--hang_timeout)" for rank in stuck}
         names = _join([f"{name_of(rank)} {still[rank]}, in {there[rank].position.where}" for rank in stuck])
         others = _join([f"{name_of(rank)} in {_place(there[rank])}" for rank in waiting[:4]])
+        behind = _behind(there, name_of)
         return Verdict(tuple(stuck), f"{names}; {others} {'waits' if len(waiting) == 1 else 'wait'} for it{behind}")
     idle = [beat for beat in there.values() if beat.idle_seconds >= limit and beat.position.collective]
     if not len(idle) == len(there) > 1:
         return None
     names = _join([f"{name_of(rank)} in {_place(beat)}" for rank, beat in there.items()])
+    behind = _behind(there, name_of)
     if len({beat.position.where for beat in there.values()}) > 1:
         return Verdict((), f"the ranks wait for one another in different places: {names}{behind}")
     said = f"all ranks wait in one place, and no data moves between them ({names}): check the network"
     return Verdict((), said + behind)
+
+
+def _behind(beats: Mapping[int, Heartbeat], name_of: Callable[[int], str]) -> str:
+    return say_who_is_behind({rank: beat.joined for rank, beat in beats.items()}, name_of)
 
 
 def _is_a_fault(beat: Heartbeat) -> bool:

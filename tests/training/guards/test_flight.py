@@ -75,12 +75,17 @@ def name_of(rank: int) -> str:
             False,
         ),
         (
+            {"profiling_name": "nccl:all_to_all", "input_sizes": [[10, 5]], "collective_seq_id": "7"},
+            "all_to_all number 7 in nccl's default group",
+            False,
+        ),
+        (
             {"profiling_name": "gloo:barrier", "input_sizes": [], "input_dtypes": []},
             "barrier number 5 in gloo's default group",
             False,
         ),
     ],
-    ids=["ended", "under way", "NCCL's", "NCCL's that its watchdog has not seen", "without a tensor"],
+    ids=["ended", "under way", "NCCL's", "NCCL's that its watchdog has not seen", "uneven", "without a tensor"],
 )
 def test_an_entry_is_said_in_words(values: dict[str, Any], said: str, under_way: bool) -> None:
     (joined,) = last_joined([entry(**values)])
@@ -110,6 +115,11 @@ def test_of_each_group_the_last_collective_counts_and_of_many_groups_those_under
             " but rank 1 has joined all_gather number 42 of 8 float32 in gloo's default group",
         ),
         (
+            {**dict.fromkeys(range(5), (WAITS,)), 5: (GATHERS,)},
+            "; rank 0, rank 1, rank 2, rank 3 and 1 more have joined all_reduce number 42 of 1,024 float32"
+            " in gloo's default group but rank 5 has joined all_gather number 42 of 8 float32 in gloo's default group",
+        ),
+        (
             {0: (WAITS,), 2: (WAITS,)},
             "; rank 0, rank 2 have joined all_reduce number 42 of 1,024 float32 in gloo's default group,"
             " which has not ended",
@@ -126,6 +136,7 @@ def test_of_each_group_the_last_collective_counts_and_of_many_groups_those_under
     ids=[
         "one is behind",
         "two collectives",
+        "one of six in another collective",
         "all are there",
         "many are behind",
         "none is under way",
@@ -148,10 +159,10 @@ def alone(tmp_path: Path) -> Iterator[None]:
 def test_torchs_own_recorder_is_read_and_a_torch_without_one_has_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         distributed.all_reduce(torch.ones(7, 5))
-    (joined,) = Recorder().read()
+    (joined,) = Recorder(set()).read()
     assert (joined.operation, joined.of, joined.number >= 3) == ("all_reduce", "of 7 x 5 float32", True)
     monkeypatch.delattr(c10d, "_dump_fr_trace_json")
-    assert Recorder().read() == ()
+    assert Recorder(set()).read() == ()
 
 
 def test_nccls_recorder_is_read_unless_the_device_is_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +174,7 @@ def test_nccls_recorder_is_read_unless_the_device_is_blocked(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "set_device", asked.append)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: None)
     monkeypatch.setattr(flight, "PROBE_SECONDS", 0.05)
-    recorder = Recorder()
+    recorder = Recorder(set())
     assert recorder.read() == ()  # CUDA is not in use
     recorder.device = 3
     assert [str(joined) for joined in recorder.read()] == [
@@ -184,6 +195,6 @@ def failed(device: int) -> None:
 
 def test_a_device_that_has_failed_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", failed)
-    recorder = Recorder()
+    recorder = Recorder(set())
     recorder.device = 0
     assert not recorder._device_answers()
