@@ -102,7 +102,7 @@ SETTINGS = {
     ],
     "docs/faults.md": [
         *("0.2 s", "40 s", "1 KiB", "64 KiB, plus 4 KiB", "half an hour", "45 s", "twice", "every 10 s"),
-        *("2.6", "2.7", "2.9", "2.13"),  # releases of torch
+        *("for 37 s", "less 3 s", "2.6", "2.7", "2.8", "2.9", "2.10", "2.12", "2.13"),  # and releases of torch
     ],
     "docs/images.md": ["3 x side", "7 GiB", "50,000 of 224 x", "half", "32 x", "224 x", "1803.08494"],
     "docs/launch.md": ["30 seconds", "2.13", "64 MB", "which pip orders before 2.6", "from 25.03 on"],
