@@ -40,9 +40,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError("--nightly_retry and --nightly_go_on need --nightly_record PATH")
     record = json.loads(config.getoption("nightly_record").read_text())
     wanted = {*record["failures"]} if retries else {*record.get("left", [])}
-    chosen = [item for item in items if (item.nodeid if retries else _file(item.nodeid)) in wanted]
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = chosen
+    parts: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        parts[(item.nodeid if retries else _file(item.nodeid)) in wanted].append(item)
+    items[:] = parts[True]
+    config.hook.pytest_deselected(items=parts[False])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from itertools import takewhile
 
 IN_STAGES = ": stages are for recipes/causal_lm_pipeline.py and image_cls.py"
+LENGTHS = "max_seq_length", "block_size", "max_source_length"
 # What people write -> its names here; those that the recipe has are suggested, and `finetune plan` has those of all
 # recipes. Text after ":" says what to do if no flag does it.
 MEANINGS: dict[str, tuple[str, ...]] = {
@@ -16,9 +17,9 @@ MEANINGS: dict[str, tuple[str, ...]] = {
     "batch_size": ("per_device_train_batch_size",),
     "bs": ("per_device_train_batch_size",),
     "checkpoint": ("resume",),
-    "context_length": ("max_seq_length", "block_size", "max_source_length"),
+    "context_length": LENGTHS,
     "cpu": ("use_cpu",),
-    "cutoff_len": ("max_seq_length", "block_size", "max_source_length"),
+    "cutoff_len": LENGTHS,
     "data": ("train_file", "train_dir"),
     "data_dir": ("train_dir", "train_file"),
     "data_path": ("train_file", "train_dir"),
@@ -49,17 +50,17 @@ MEANINGS: dict[str, tuple[str, ...]] = {
     "lr": ("learning_rate",),
     "lr_scheduler": ("lr_scheduler_type",),
     "max_iters": ("max_steps",),
-    "max_len": ("max_seq_length", "block_size", "max_source_length"),
-    "max_length": ("max_seq_length", "block_size", "max_source_length"),
-    "max_seq_len": ("max_seq_length", "block_size", "max_source_length"),
+    "max_len": LENGTHS,
+    "max_length": LENGTHS,
+    "max_seq_len": LENGTHS,
     "max_seq_length": ("block_size", "max_source_length"),
-    "max_sequence_length": ("max_seq_length", "block_size", "max_source_length"),
-    "max_tokens": ("max_seq_length", "block_size", "max_source_length"),
+    "max_sequence_length": LENGTHS,
+    "max_tokens": LENGTHS,
     "micro_batch_size": ("per_device_train_batch_size",),
     "mixed_precision": ("bf16",),
     "model": ("model_name_or_path",),
     "model_id": ("model_name_or_path",),
-    "model_max_length": ("max_seq_length", "block_size", "max_source_length"),
+    "model_max_length": LENGTHS,
     "model_name": ("model_name_or_path",),
     "model_path": ("model_name_or_path",),
     "n_epochs": ("num_train_epochs",),
@@ -84,10 +85,10 @@ MEANINGS: dict[str, tuple[str, ...]] = {
     "resume_from_checkpoint": ("resume",),
     "save_dir": ("output_dir",),
     "scheduler": ("lr_scheduler_type",),
-    "seq_len": ("max_seq_length", "block_size", "max_source_length"),
-    "seq_length": ("max_seq_length", "block_size", "max_source_length"),
-    "sequence_len": ("max_seq_length", "block_size", "max_source_length"),
-    "sequence_length": ("max_seq_length", "block_size", "max_source_length"),
+    "seq_len": LENGTHS,
+    "seq_length": LENGTHS,
+    "sequence_len": LENGTHS,
+    "sequence_length": LENGTHS,
     "source_column": ("source_column_name",),
     "stages": ("pipeline_parallel_size", IN_STAGES),
     "steps": ("max_steps",),

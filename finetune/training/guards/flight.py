@@ -21,7 +21,8 @@ GROUPS_AT_MOST = 3  # heartbeats must stay small: Movement takes more than 4 KiB
 NAME_LETTERS = 16  # hashed names of groups have 40
 RANKS_NAMED = 4
 # c10/core/ScalarType.h: the others are the same in lower case.
-DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16"} | {
+DTYPES = {
+    "Float": "float32", "Double": "float64", "Half": "float16",
     "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64",
 }  # fmt: skip
 UNEVEN = ("all_to_all", "alltoall", "scatter", "gather")  # ranks give tensors of different sizes
