@@ -122,6 +122,7 @@ def test_a_run_is_recorded_with_its_reasons_for_skipping(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("more", [[], ["-n", "1", "--dist", "loadfile"]], ids=["here", "worker"])
 def test_a_night_that_is_interrupted_goes_on_with_the_files_that_are_left(more: list[str], tmp_path: Path) -> None:
+    main = "os.getppid()" if more else "os.getpid()"  # of these tests, which may themselves run in a worker
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "conftest.py").write_text("from nightly_record import *\n")
     largest = "".join(f"def test_{number}(): pass\n" for number in range(3))  # xdist takes it first
@@ -133,7 +134,7 @@ def test_a_night_that_is_interrupted_goes_on_with_the_files_that_are_left(more: 
         "    if not pathlib.Path('again').exists():\n"
         "        pathlib.Path('again').touch()\n"
         "        time.sleep(1)\n"  # until a worker's earlier reports have arrived
-        "        os.kill(os.getppid() if os.environ.get('PYTEST_XDIST_WORKER') else os.getpid(), signal.SIGINT)\n"
+        f"        os.kill({main}, signal.SIGINT)\n"
         "        signal.pause()\n"
     )
     (tmp_path / "test_3.py").write_text("def test_good(): pass\n")
