@@ -44,8 +44,10 @@ def update_of(job: Job, machine: Machine, kernels: Kernels, weights: Weights) ->
         looped = rule.operators * simple if rule.loops and job.device != "cpu" else 0.0
         return replace(work, host=SEARCH * simple * is_flat + max(0.0, looped - work.device))
     owned = sum(tensor.elements * tensor.holders for tensor in weights.trained) / ranks
-    # A search of bf16, too (bf16.check_grad_overflow); the constants of CPUs were fitted without.
-    is_three, searches = job.zero.stage == 3, job.precision != "fp32" and job.device != "cpu"
+    # ZeRO-1 and -2 search bf16, too (bf16.check_grad_overflow); ZeRO-3 only fp16, its flat buffer as a whole
+    # (zero/stage3.py, _overflow_check_and_loss_scale_update). The constants of CPUs were fitted without.
+    is_three = job.zero.stage == 3
+    searches = job.device != "cpu" and (is_fp16 or job.precision == "bf16" and not is_three)
     operators = (3 + (SEARCH + 1) * (searches and not is_three)) * (count if is_three else count / ranks)
     work = kernels.moved((NORM_BYTES + SEARCH_BYTES * searches) * owned, operators)
     work = replace(work, launches=kernels.simple * work.launches)

@@ -183,10 +183,11 @@ def test_deepspeeds_search_has_as_many_operators_as_planned() -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_in_half_precision_a_rank_searches_its_part_for_infinities(stage: int, precision: str) -> None:
-    """ZeRO-1 and -2 each gradient with twelve operators, and add what they find; ZeRO-3 its flat buffer."""
+    """ZeRO-1 and -2 each gradient with twelve operators, and add what they find; ZeRO-3 its flat buffer, in fp16."""
     given = {"engine": DEEPSPEED, "zero": Zero(stage=stage), "world_size": 2}
     found, plain = update(**given, precision=precision), update(**given)
-    assert found.device - plain.device == pytest.approx(2 * 2 * ELEMENTS / 2)
+    is_searched = stage < 3 or precision == "fp16"
+    assert found.device - plain.device == pytest.approx(2 * 2 * ELEMENTS / 2 * is_searched)
     assert found.launches - plain.launches == pytest.approx(0 if stage == 3 else 0.3 * 13 * TENSORS / 2)
 
 
