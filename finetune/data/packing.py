@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
@@ -165,8 +166,8 @@ def _pieces(documents: npt.NDArray[np.int64], block_size: int) -> tuple[Any, Any
 
 
 class PackedDataset(Dataset[dict[str, torch.Tensor]]):
-    """Blocks as a torch data set: `input_ids` (T,), `shift_labels` (T,), `labels` (the same; the Trainer counts by
-    them) and, with `document_mask`, `position_ids` (T,), which restart at 0 with each document."""
+    """Blocks as a torch data set: `input_ids` (T,), `shift_labels` (T,) and, with `document_mask`, `position_ids` (T,),
+    which restart at 0 with each document."""
 
     def __init__(self, tokens: Tokens, blocks: Blocks, document_mask: bool) -> None:
         self.tokens, self.blocks, self.document_mask = tokens, blocks, document_mask
@@ -189,14 +190,21 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         some = np.logical_or.reduceat([bool(learnt[start:end].any()) for start, end in pieces], blocks.offsets[:-1])
         return PackedDataset(self.tokens, blocks.take(np.flatnonzero(some)), self.document_mask)
 
+    def __getitems__(self, indices: list[int]) -> list[dict[str, torch.Tensor]]:
+        """A batch, as torch's loader asks for it. Wrapped text, the common case, takes a single read."""
+        tokens, blocks = self.tokens, self.blocks
+        first, last = blocks.offsets[indices], blocks.offsets[np.add(indices, 1)]
+        starts, sizes = blocks.starts[first], blocks.sizes[first]
+        is_wrapped = np.all(last == first + 1) and np.all(blocks.goes_on[first]) and np.all(sizes == sizes[0])
+        if not is_wrapped or tokens.learnt is not None or self.document_mask:
+            return [self[index] for index in indices]
+        runs = torch.from_numpy(tokens.ids[starts[:, None] + np.arange(sizes[0] + 1)].astype(np.int64))
+        pairs = zip(runs[:, :-1].unbind(), runs[:, 1:].unbind(), strict=True)
+        return [{"input_ids": ids, "shift_labels": labels} for ids, labels in pairs]
+
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         tokens, blocks = self.tokens, self.blocks
         first, last = int(blocks.offsets[index]), int(blocks.offsets[index + 1])
-        if last == first + 1 and blocks.goes_on[first] and tokens.learnt is None and not self.document_mask:
-            # Wrapped text, the common case, takes a single read.
-            start = int(blocks.starts[first])
-            run = torch.from_numpy(tokens.ids[start : start + int(blocks.sizes[first]) + 1].astype(np.int64))
-            return {"input_ids": run[:-1], "labels": run[1:], "shift_labels": run[1:]}
         inputs, labels, positions = [], [], []
         for piece in range(first, last):
             start, size = int(blocks.starts[piece]), int(blocks.sizes[piece])
@@ -210,11 +218,8 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
                 after, place = self._apart(start, size, after)
                 positions.append(place)
             labels.append(after)
-        target = torch.from_numpy(np.concatenate(labels))
-        item = {"input_ids": torch.from_numpy(np.concatenate(inputs)), "labels": target, "shift_labels": target}
-        if self.document_mask:
-            item["position_ids"] = torch.from_numpy(np.concatenate(positions))
-        return item
+        found = {"input_ids": inputs, "shift_labels": labels} | ({"position_ids": positions} if positions else {})
+        return {name: torch.from_numpy(np.concatenate(pieces)) for name, pieces in found.items()}
 
     def _apart(self, start: int, size: int, after: npt.NDArray[np.int64]) -> tuple[Any, Any]:
         """Positions that restart where a document begins inside a piece, and no labels across such borders."""
@@ -241,26 +246,26 @@ def mask_of(rows: Iterable[Sequence[int]]) -> torch.Tensor:
 
 
 class Collator:
-    """Stacks blocks. If some are shorter than the longest, or than `length`, they are padded with label IGNORED, and an
-    attention mask is added."""
+    """Stacks blocks, and adds `labels`, by which the Trainer counts: the same as `shift_labels`. If some blocks are
+    shorter than the longest, or than `length`, they are padded with label IGNORED, and an attention mask is added."""
 
     def __init__(self, pad_token_id: int, length: int | None = None) -> None:
-        self.pad_token_id, self.length = pad_token_id, length
+        self.length = length
+        self.fill = {"input_ids": pad_token_id, "shift_labels": IGNORED, "position_ids": 0}
 
     def __call__(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         sizes = [len(row["input_ids"]) for row in rows]
         longest = self.length or max(sizes)
-        if min(sizes) == longest:
-            return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        is_padded = min(sizes) < longest
         batch = {}
-        fill = {"input_ids": self.pad_token_id, "labels": IGNORED, "shift_labels": IGNORED, "position_ids": 0}
         for name in rows[0]:
-            padded = [
-                torch.nn.functional.pad(row[name], (0, longest - len(row[name])), value=fill[name]) for row in rows
-            ]
-            batch[name] = torch.stack(padded)
-        if "position_ids" in batch:
+            columns = [row[name] for row in rows]
+            if is_padded:
+                columns = [pad(one, (0, longest - len(one)), value=self.fill[name]) for one in columns]
+            batch[name] = torch.stack(columns)
+        batch["labels"] = batch["shift_labels"]
+        if is_padded and "position_ids" in batch:
             batch[REAL_TOKENS] = torch.tensor(sizes)  # there is no mask to count by; the Trainer removes it
-        else:
+        elif is_padded:
             batch["attention_mask"] = (torch.arange(longest)[None] < torch.tensor(sizes)[:, None]).long()
         return batch

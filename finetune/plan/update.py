@@ -47,7 +47,7 @@ def update_of(job: Job, machine: Machine, kernels: Kernels, weights: Weights) ->
     # ZeRO-1 and -2 search bf16, too (bf16.check_grad_overflow); ZeRO-3 only fp16, its flat buffer as a whole
     # (zero/stage3.py, _overflow_check_and_loss_scale_update). The constants of CPUs were fitted without.
     is_three = job.zero.stage == 3
-    searches = job.device != "cpu" and (is_fp16 or job.precision == "bf16" and not is_three)
+    searches = job.device != "cpu" and (is_fp16 or (job.precision == "bf16" and not is_three))
     operators = (3 + (SEARCH + 1) * (searches and not is_three)) * (count if is_three else count / ranks)
     work = kernels.moved((NORM_BYTES + SEARCH_BYTES * searches) * owned, operators)
     work = replace(work, launches=kernels.simple * work.launches)

@@ -87,7 +87,7 @@ def test_a_model_is_trained_on_what_it_is_asked_with(kind: str, begins: str, tmp
                        made.eos_token_id]  # fmt: skip
         assert ids.count(made.bos_token_id) == (1 if begins or kind in ("llama", "both") else 0), "never twice"
         assert _tokens(made, SampleArguments(sample_prompt=words[0]), is_chat=False) == prompt
-        labels = data.splits["train"][0]["labels"]
+        labels = data.splits["train"][0]["shift_labels"]
         assert made.bos_token_id not in labels[labels != IGNORED].tolist(), "it is read, and not learnt"
 
 
@@ -154,7 +154,7 @@ def test_blocks_have_a_bos_for_each_document_and_it_is_learnt_after_another_docu
         assert not places[inputs == made.bos_token_id].any()
     if not streaming and not follows:
         held_out = data.splits["validation"]  # whose last block may be a short one
-        learnt = sum(int((held_out[i]["labels"] != IGNORED).sum()) for i in range(len(held_out)))
+        learnt = sum(int((held_out[i]["shift_labels"] != IGNORED).sum()) for i in range(len(held_out)))
         assert data.account.learnt["validation"] == learnt, "bits per byte are of what is predicted"
 
 

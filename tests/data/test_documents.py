@@ -91,7 +91,7 @@ def test_conversations_are_learnt_in_part(tmp_path: Path) -> None:
     path.write_text((json.dumps({"messages": turns}) + "\n") * 4)
     tokenizer = train_text_tokenizer("byte", [], 0, 64, with_end=True)
     data = prepared(tokenizer, block_size=64, blocks={"packing": "none"}, train_file=str(path))
-    labels = data.splits["train"][0]["labels"]
+    labels = data.splits["train"][0]["shift_labels"]
     assert tokenizer.decode(labels[labels != IGNORED].tolist()) == f"Yes.{tokenizer.eos_token}", "it learns to stop"
     assert data.account.learnt["train"] == 3 * len("Yes.!")
     assert data.account.characters["train"] == 3 * len("Yes.")
@@ -151,7 +151,7 @@ def test_a_stream_gives_the_documents_that_are_not_held_out_once_an_epoch(
     assert len(held_out) == 20
     learnt: Counter[int] = Counter()
     for item in train.blocks(0):
-        learnt.update(item["labels"][item["labels"] != IGNORED].tolist())
+        learnt.update(item["shift_labels"][item["shift_labels"] != IGNORED].tolist())
     wanted: Counter[int] = Counter()
     for i in range(400):
         text = f"document {i} " * (i % 7 + 1)
@@ -262,7 +262,7 @@ def test_blocks_in_which_nothing_is_learnt_are_left_out(tmp_path: Path) -> None:
     path = chats(tmp_path, "assistant", ["short", "l" * 200] * 10)
     for packing in ("none", "wrapped", "bfd"):
         train = prepared(tokenizer, block_size=32, blocks={"packing": packing}, train_file=path).splits["train"]
-        assert all((item["labels"] != IGNORED).any() for item in train)
+        assert all((item["shift_labels"] != IGNORED).any() for item in train)
     with pytest.raises(RequestError, match=r"only turns of role `assistant` are learned, .* here are gpt, user"):
         prepared(tokenizer, block_size=32, train_file=chats(tmp_path, "gpt", ["a", "b", "c"]))
 
@@ -410,7 +410,7 @@ def test_what_chats_teach_is_chosen_said_and_part_of_what_is_cached(tmp_path: Pa
         tokenizer = train_text_tokenizer("byte", [], 0, 512, with_end=True)
         tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
         made = prepared(tokenizer, 512, {"packing": "none"}, train_file=str(path), **flags)
-        labels = made.splits["train"][0]["labels"]
+        labels = made.splits["train"][0]["shift_labels"]
         return made, tokenizer.decode(labels[labels != IGNORED].tolist())
 
     turns = [{"role": "user", "content": "Say it"}, {"role": "assistant", "content": "<think>Hm.</think>Yes."}] * 2

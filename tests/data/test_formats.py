@@ -171,7 +171,7 @@ def prepared(path: Path, block_size: int = 64, template: str | None = None, **fl
 
 
 def learnt(data: Any) -> list[str]:
-    rows = [data.splits["train"][i]["labels"] for i in range(len(data.splits["train"]))]
+    rows = [data.splits["train"][i]["shift_labels"] for i in range(len(data.splits["train"]))]
     return [data.tokenizer.decode(row[row != IGNORED].tolist()) for row in rows]
 
 
@@ -191,7 +191,8 @@ def test_the_format_is_said_with_what_is_read_and_what_is_left_out(streaming: bo
     )
     if streaming:
         item = next(iter(data.splits["train"].blocks(0)))
-        assert data.tokenizer.decode(item["labels"][item["labels"] != IGNORED].tolist()).endswith("<|endoftext|>")
+        labels = item["shift_labels"]
+        assert data.tokenizer.decode(labels[labels != IGNORED].tolist()).endswith("<|endoftext|>")
         return
     assert sorted(learnt(data))[0].endswith(f".{data.tokenizer.eos_token}")
 

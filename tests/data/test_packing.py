@@ -34,9 +34,9 @@ def corpus(lengths: list[int]) -> Tokens:
 def learnt(tokens: Tokens, blocks: Blocks, document_mask: bool = False) -> Counter[int]:
     seen: Counter[int] = Counter()
     for item in PackedDataset(tokens, blocks, document_mask):
-        kept = item["labels"] != IGNORED
-        assert torch.equal(item["labels"][kept], item["input_ids"][kept] + 1), "a label is the token that follows"
-        seen.update(item["labels"][kept].tolist())
+        kept = item["shift_labels"] != IGNORED
+        assert torch.equal(item["shift_labels"][kept], item["input_ids"][kept] + 1), "a label is the token that follows"
+        seen.update(item["shift_labels"][kept].tolist())
     return seen
 
 
@@ -110,10 +110,10 @@ def test_tokens_come_back_from_disk_with_what_is_learnt(vocabulary: int, kind: t
     assert tokens.ids.tolist() == [1, 2, 3, vocabulary - 1, 5]
     assert tokens.starts.tolist() == [0, 3, 5]
     (first, second) = PackedDataset(tokens, one_each(tokens.starts, 8), False)
-    assert first["labels"].tolist() == [2, 3, IGNORED]
-    assert second["labels"].tolist() == [5, IGNORED]
+    assert first["shift_labels"].tolist() == [2, 3, IGNORED]
+    assert second["shift_labels"].tolist() == [5, IGNORED]
     (block,) = PackedDataset(tokens, wrapped(tokens.starts, 4, False)[0], False)
-    assert block["labels"].tolist() == [2, 3, IGNORED, 5], "a token that is not learnt is no label"
+    assert block["shift_labels"].tolist() == [2, 3, IGNORED, 5], "a token that is not learnt is no label"
 
 
 def test_short_blocks_are_padded_and_masked() -> None:
@@ -122,3 +122,21 @@ def test_short_blocks_are_padded_and_masked() -> None:
     assert batch["input_ids"].tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 99, 99]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
     assert batch["labels"].tolist()[1] == [6, 7, IGNORED, IGNORED, IGNORED]
+
+
+@pytest.mark.parametrize("document_mask", [False, True])
+@pytest.mark.parametrize("some", [None, [True, False]])
+def test_a_batch_is_its_rows(document_mask: bool, some: list[bool] | None) -> None:
+    """Of wrapped blocks, among them a short last one, and of packed ones."""
+    tokens = corpus([7, 12, 30, 3])
+    if some is not None:
+        tokens = Tokens(tokens.ids, tokens.starts, np.resize(some, len(tokens.ids)))
+    for blocks in (wrapped(tokens.starts, 8, True)[0], best_fit_decreasing(tokens.starts, 8)):
+        rows = PackedDataset(tokens, blocks, document_mask)
+        for numbers in ([3, 0, 2], [1, len(rows) - 1], [2]):
+            got = rows.__getitems__(numbers)
+            assert len(got) == len(numbers)
+            for row, number in zip(got, numbers, strict=True):
+                assert {name: value.tolist() for name, value in row.items()} == {
+                    name: value.tolist() for name, value in rows[number].items()
+                }

@@ -27,7 +27,7 @@ def test_neighbours_read_the_rows_that_one_rank_would() -> None:
 
 def block(*lengths: int, documents: bool = False) -> dict[str, torch.Tensor]:
     ids = torch.arange(1, 1 + sum(lengths))
-    item = {"input_ids": ids, "labels": ids + 1, "shift_labels": ids + 1}
+    item = {"input_ids": ids, "shift_labels": ids + 1}
     return item | ({"position_ids": torch.cat([torch.arange(n) for n in lengths])} if documents else {})
 
 

@@ -36,7 +36,7 @@ def test_step_times_follow_from_three_constants() -> None:
 def test_step_times_of_held_out_runs_follow_from_the_other_runs() -> None:
     errors = {row["name"]: row["held_out"] / row["seconds"][1] - 1 for row in FOUND["rows"]}
     assert statistics.median(map(abs, errors.values())) < 0.095
-    assert max(map(abs, errors.values())) < 0.42
+    assert max(map(abs, errors.values())) < 0.44
     joined = [error for name, error in errors.items() if "-zero0" in name or "-zero1" in name or "-zero2" in name]
     assert abs(statistics.median(joined)) < 0.1
 

@@ -87,7 +87,7 @@ def rows() -> list[dict[str, torch.Tensor]]:
         targets = torch.randint(VOCABULARY, (length,), generator=draw)
         targets[torch.rand(length, generator=draw) > 0.7] = IGNORED
         ids = torch.randint(VOCABULARY, (length,), generator=draw)
-        found.append({"input_ids": ids, "labels": targets, "shift_labels": targets})
+        found.append({"input_ids": ids, "shift_labels": targets})
     return found
 
 
@@ -163,7 +163,7 @@ def said(folder: Path, rows: list[Any], piece_rows: int) -> TopK:
 
 def test_any_number_of_files_needs_few_descriptors(tmp_path: Path) -> None:
     target = torch.zeros(1, dtype=torch.long)
-    every = [{"input_ids": target, "labels": target, "shift_labels": target}] * (4 * OPEN_PIECES)
+    every = [{"input_ids": target, "shift_labels": target}] * (4 * OPEN_PIECES)
     before = len(list(Path("/proc/self/fd").iterdir()))
     kept = said(tmp_path, every, 1)
     assert [len(kept.of_row(row)) for row in range(len(every))] == [1] * len(every)

@@ -137,7 +137,7 @@ def the_caches_disk_is_full(run: Path) -> None:
     if RANK == 0:
         cached_teacher.write_whole = full
     target = torch.zeros(1, dtype=torch.long)
-    row = {"input_ids": target, "labels": target, "shift_labels": target}
+    row = {"input_ids": target, "shift_labels": target}
     asked = cached_teacher.Asked([row], Collator(0), 2, 4, 1.0, run / "kept", 1, 1, RANK == 0)
     answers = lambda inputs: lambda some: torch.zeros(1, 4)[some]  # noqa: E731
     teacher = SimpleNamespace(model=None, answers=answers, head_weights=contextlib.nullcontext)
