@@ -15,7 +15,8 @@ from finetune.dsconfig.parse import parse
 from finetune.errors import RequestError
 from finetune.host.hardware import cores_here, gpus_here
 from finetune.measure.processes import started, words
-from finetune.plan.from_run import Subject, job_of
+from finetune.plan.from_run import job_of
+from finetune.plan.job import Job
 from finetune.plan.machine import Machine, find_machine
 from finetune.plan.memory import plan_memory
 from finetune.plan.model import KINDS, model_of
@@ -51,7 +52,7 @@ def plan_of_cell(cell: Cell, model: BenchModel, machine: Machine | None) -> dict
         return None
     flags = words(flags_of(cell) | {"deepspeed": cell.ds_config or "none"})
     launch = Launch(world_size=cell.world_size, local_world_size=min(cell.world_size, PER_NODE), launcher="torchrun")
-    subject = Subject(model_of(model.config), model.sequence_tokens or 1, model.image_size)
+    subject = Job(model_of(model.config), tokens=model.sequence_tokens or 1, image_size=model.image_size)
     try:
         job, _, _ = job_of(resolve(BENCHMARK, flags, launch, is_here=False), machine, subject=subject)
         peak = max(plan_memory(job, machine, rank).step_peak.bytes for rank in kinds_of_rank(job))

@@ -8,9 +8,9 @@ before the first that does not.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,10 @@ def most_that_fits(
     size, or "" if the job's own flags include it. `limits` None: only the job's own layout. Raises RequestError if
     nothing fits."""
     found = list[tuple[int, Candidate]]()
-    for layout, laid in _layouts(job_at(sizes[0]), machine, limits):
-        job = cache(lambda index, laid=laid: laid(job_at(sizes[index])))
+    smallest = job_at(sizes[0])
+    tried: Iterable[tuple[str, Job | None]] = bases(smallest, machine, limits) if limits else [(AS_ASKED, None)]
+    for layout, base in tried:
+        job = cache(lambda index, layout=layout, base=base: _laid(job_at(sizes[index]), layout, base))
         index = _highest(cache(lambda index, job=job: fullness(job(index), machine)), len(sizes))
         if index is not None:
             found.append((index, Candidate(layout, plan(job(index), machine), None)))
@@ -71,26 +73,19 @@ def most_that_fits(
         )
     found.sort(key=lambda one: (-one[0], -one[1].samples_per_second))
     index, best = found[0]
-    one, shared = best.plan.job, shared_by(job_at(sizes[0]))
     asked = ("", True) if limits is None else (best.layout, limits.has_disk)
-    flags = flags_of(one, *asked, shared)
+    flags = flags_of(best.plan.job, *asked, shared_by(smallest))
     flags += f" --per_device_eval_batch_size {best.plan.job.eval_batch}" if best.plan.job.eval_batch else ""
     flags += f" --{flag} {sizes[index]}" if flag else ""
     beyond = sizes[index + 1] if index + 1 < len(sizes) else None
     return Answer(question, tuple((sizes[index], one) for index, one in found), beyond, flags)
 
 
-def _layouts(job: Job, machine: Machine, limits: Limits | None) -> Iterator[tuple[str, Callable[[Job], Job]]]:
-    if limits is None:
-        yield AS_ASKED, lambda one: one
-        return
-    for layout, base in bases(job, machine, limits):
-        yield layout, partial(_laid, layout, base)
-
-
-def _laid(layout: str, base: Job, job: Job) -> Job:
-    changes = {name: getattr(base, name) for name in ("checkpoint_interval", *GROUPS)}
-    return replace(laid_out(job, layout), **changes)
+def _laid(job: Job, layout: str, base: Job | None) -> Job:
+    """The job under a layout, as `bases` combines it with others' settings; without them as it is."""
+    if base is None:
+        return job
+    return replace(laid_out(job, layout), **{name: getattr(base, name) for name in ("checkpoint_interval", *GROUPS)})
 
 
 def _highest(fullness: Callable[[int], float], count: int) -> int | None:

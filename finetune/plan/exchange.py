@@ -52,7 +52,7 @@ class SharedTape(Tape):
         out, *rest = op.outputs
         mixed = Value(out.elements, out.bytes_each, Storage(out.bytes), out.needs_grad)
         renamed = {old.storage: new.storage for old, new in zip((*op.inputs, out), (*given, mixed), strict=True)}
-        grown = {gemm: self._grown(gemm, gemm is score or gemm == score) for gemm in op.gemms}
+        grown = {gemm: self._grown(gemm, gemm == score) for gemm in op.gemms}
         evened = local == local_pairs and heads != pairs  # no head of keys serves several of queries any more
         super()._add(
             replace(
@@ -65,7 +65,10 @@ class SharedTape(Tape):
         by_token = self._by_head(mixed, local)
         # A rank's own tokens lie together unless there are several texts; what arrives is laid out head by head.
         arrived = self._exchange(self.copy(by_token) if self.rows > 1 else by_token)
-        self._back_to(out, arrived)
+        # The rank's tokens with all heads, as the caller's value; several texts are transposed once more.
+        last = self.copy(arrived) if self.rows > 1 else arrived
+        moved = last.bytes + out.bytes
+        super()._add(Op("copy", (last,), (out,), passes_on=True, moved=moved, moved_back=moved))
         self.hold(*op.inputs, *given, positions, by_token)  # variables of the exchange's forward function
 
     def _masked(self, pairs: list[Value], repeats: int, mask: Value) -> tuple[Value, ...]:
@@ -77,7 +80,8 @@ class SharedTape(Tape):
 
     def _sent(self, part: Value, copies: int) -> Value:
         """One of queries, keys and values, exchanged: (tokens of the text, rows, heads of the rank, width)."""
-        if self._was_projected(part):
+        made_by = (op.name for op in reversed(self.segments[-1].ops) if part in op.outputs)
+        if next(made_by, "") in PROJECTED:
             part = self.alias(part)
         if copies > 1:
             part = self.op("repeat", (part,), copies * part.elements)
@@ -93,16 +97,6 @@ class SharedTape(Tape):
     def _by_head(self, part: Value, heads: int) -> Value:
         """Transposed for attention, or back; one head of one text has one layout."""
         return self.copy(part) if heads > 1 or self.rows > 1 else part
-
-    def _back_to(self, out: Value, arrived: Value) -> None:
-        """The rank's tokens with all heads, as the caller's value; several texts are transposed once more."""
-        last = self.copy(arrived) if self.rows > 1 else arrived
-        moved = last.bytes + out.bytes
-        super()._add(Op("copy", (last,), (out,), passes_on=True, moved=moved, moved_back=moved))
-
-    def _was_projected(self, part: Value) -> bool:
-        made_by = (op.name for op in reversed(self.segments[-1].ops) if part in op.outputs)
-        return next(made_by, "") in PROJECTED
 
     def _grown(self, gemm: Gemm, is_score: bool) -> Gemm:
         """The same product for all tokens and this rank's heads: of queries and keys, or of weights and values."""

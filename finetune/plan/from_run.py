@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +34,11 @@ CAPPED = ("gemma2",)  # families with capped logits, whose loss is not computed 
 COUNTED = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "image_size")
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What is trained: the model, and the size of a sample. `tokens` is 1 if it is not text."""
-
-    model: Model
-    tokens: int = 1
-    image_size: int = facts.MOST_SIDE
-    loss_chunk_tokens: int = 0
-    targets: int | None = None
-
-
 def job_of(
-    run: Run, machine: Machine, params_per_layer: int | None = None, subject: Subject | None = None
+    run: Run, machine: Machine, params_per_layer: int | None = None, subject: Job | None = None
 ) -> tuple[Job, dict[str, Any] | None, list[str]]:
-    """The job, its DeepSpeed config, and notes. `subject` is for recipes that make up samples. Raises RequestError."""
+    """The job, its DeepSpeed config, and notes. `subject` is for recipes that make up samples: a job with the model and
+    the sizes of a sample. Raises RequestError."""
     notes = list[str]()
     _check_numbers(run, params_per_layer)
     subject = subject or _subject(run, machine, params_per_layer, notes)
@@ -58,7 +48,8 @@ def job_of(
     lora, asked = lora_of(run, model, notes), engine.deepspeed_config_of(run)
     flags = facts.precision_flags(run, engine.stated_precision(asked), lambda: _fastest(machine, notes), bool(asked))
     precision, device = _precision(run, flags, machine, asked), machine.torch_device
-    job = Job(
+    job = replace(
+        subject,
         model=with_lora(in_4bit(model) if run.value("load_in_4bit") else model, lora) if lora else model,
         engine=FSDP if run.value("fsdp") else TRAINER,
         world_size=run.launch.world_size,
@@ -66,14 +57,10 @@ def job_of(
         stages=run.stages or 1,
         partition_method=_one_of(run, "partition_method", ("balanced", "uniform", "parameters"), "balanced"),
         micro_batch=run.value("per_device_train_batch_size"),
-        tokens=subject.tokens,
-        targets=subject.targets,
-        image_size=subject.image_size,
         accumulation=run.value("gradient_accumulation_steps"),
         precision=precision,
         checkpoint_interval=facts.checkpoint_interval(run),
         attention=_attention(run, subject.tokens, device, precision),
-        loss_chunk_tokens=subject.loss_chunk_tokens,
         device=device,
         dtype=facts.base_dtype(run, flags["bf16"]),
         saves_beside_from=_saves_beside_from(run, device),
@@ -193,7 +180,7 @@ def _check_fsdp(run: Run, model: Model) -> None:
         raise RequestError(f"{run.said('fsdp')}: {why}. --deepspeed zero3 shards the same way, and is planned.")
 
 
-def _subject(run: Run, machine: Machine, params_per_layer: int | None, notes: list[str]) -> Subject:
+def _subject(run: Run, machine: Machine, params_per_layer: int | None, notes: list[str]) -> Job:
     if "pooling" in run.recipe.flags:
         notes.append(
             "a row is counted as one text: plan pairs with twice --per_device_train_batch_size, triplets with three "
@@ -201,9 +188,9 @@ def _subject(run: Run, machine: Machine, params_per_layer: int | None, notes: li
         )
     model = model_of_run(run, params_per_layer, notes)
     if not model.reads_text:
-        return Subject(model, image_size=_side(run, model, notes))
+        return Job(model, tokens=1, image_size=_side(run, model, notes))
     tokens, chunk = _tokens(run, model, notes), _chunk(run, model, machine)
-    return Subject(model, tokens, loss_chunk_tokens=chunk, targets=_targets(run, model))
+    return Job(model, tokens=tokens, loss_chunk_tokens=chunk, targets=_targets(run, model))
 
 
 def _chunk(run: Run, model: Model, machine: Machine) -> int:

@@ -13,7 +13,7 @@ from finetune.plan.forward.parts import Batch, Part, Setting
 from finetune.plan.forward.resnet import resnet
 from finetune.plan.forward.stages import entries_of, stage
 from finetune.plan.forward.traced import tape_of_trace
-from finetune.plan.model import Model
+from finetune.plan.model import Model, Tensor
 from finetune.plan.optimizers import Optimizer
 from finetune.plan.tape import Tape
 from finetune.plan.tiles import tiled
@@ -201,3 +201,10 @@ def layers_of(job: Job) -> Tape:
     entries = Part(0, len(entries_of(job.model.trace)))
     interval = min(job.checkpoint_interval, 1)  # groups of layers are recomputed whole, whatever their size
     return tape_of(replace(job, checkpoint_interval=interval), entries)
+
+
+def stage_weights(job: Job, part: Part) -> tuple[Tensor, ...]:
+    """Those that a pipeline's stage uses."""
+    segments = layers_of(job).segments[part.first : part.last]
+    used = {name for segment in segments for op in segment.ops for name in op.weights}
+    return tuple(tensor for tensor in job.model.tensors if tensor.name in used)

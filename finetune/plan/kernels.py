@@ -109,7 +109,6 @@ class SegmentWork:
     backward: Work
     again: Work
     flops: float  # of products, forward and backward
-    weights: frozenset[str]
 
 
 @lru_cache(maxsize=64)
@@ -117,14 +116,9 @@ def passed(tape: Tape, machine: Machine, precision: str) -> tuple[SegmentWork, .
     """Each segment's work in a micro-batch, on a machine."""
     kernels = kernels_of(machine, precision)
     found: list[SegmentWork] = []
-    for segment in tape.segments:
-        like = None if segment.like is None else found[segment.like]  # the same operators under other names
-        found.append(replace(like, weights=_weights(segment)) if like else _segment_work(segment, kernels))
+    for segment in tape.segments:  # one that is like another has the same operators under other names
+        found.append(_segment_work(segment, kernels) if segment.like is None else found[segment.like])
     return tuple(found)
-
-
-def _weights(segment: Segment) -> frozenset[str]:
-    return frozenset(name for op in segment.ops for name in op.weights)
 
 
 def _segment_work(segment: Segment, kernels: Kernels) -> SegmentWork:
@@ -132,4 +126,4 @@ def _segment_work(segment: Segment, kernels: Kernels) -> SegmentWork:
     forward, backward = (sum((pair[way].times(many) for pair, many in works), NOTHING) for way in (0, 1))
     backward = replace(backward, launches=kernels.simple * backward.launches)
     flops = sum(gemm.flops * op.times for op in segment.ops for gemm in (*op.gemms, *op.gemms_back))
-    return SegmentWork(forward, backward, forward if segment.recomputed else NOTHING, flops, _weights(segment))
+    return SegmentWork(forward, backward, forward if segment.recomputed else NOTHING, flops)

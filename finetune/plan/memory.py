@@ -12,7 +12,7 @@ from finetune.plan.engines.zero3 import Zero3
 from finetune.plan.engines.zero12 import Bf16Stage, Stage, Zero12
 from finetune.plan.families.parts import CLASSES, SPANS
 from finetune.plan.forward.parts import Part
-from finetune.plan.job import FSDP, OWN_BASE, PIPELINE, TRAINER, Job, checkpoints_of, tape_of
+from finetune.plan.job import FSDP, OWN_BASE, PIPELINE, TRAINER, Job, checkpoints_of, stage_weights, tape_of
 from finetune.plan.machine import Machine
 from finetune.plan.model import Model, Tensor
 from finetune.plan.schedule import FORWARD, order_of
@@ -75,12 +75,12 @@ def _planned(job: Job, machine: Machine, rank: int, bounds: tuple[int, ...]) -> 
     if job.engine == PIPELINE:
         cut = bounds or stage_bounds(job, machine)
         part, flying = Part(cut[rank], cut[rank + 1]), min(job.stages - rank, job.accumulation)
-        tape, tensors = tape_of(job, part), _used(job, part)
-        tied = {*tensors} & {*_used(job, Part(0, cut[1]))} if rank else tied
+        tensors = stage_weights(job, part)
+        tied = {*tensors} & {*stage_weights(job, Part(0, cut[1]))} if rank else tied
         layout = _layout(job, tensors, 0, host)
     else:
-        tape = tape_of(job)
         layout = _layout(job, job.held.tensors, rank, host)
+    tape = tape_of(job, part)
     layout.trace(tape)
     layout.hold(device)
     if sizes := checkpoints_of(job, part):
@@ -117,12 +117,6 @@ def _planned(job: Job, machine: Machine, rank: int, bounds: tuple[int, ...]) -> 
 
 def _buffer_bytes(job: Job, model: Model) -> int:
     return sum(buffer.bytes(job.weight_bytes) for buffer in model.buffers)
-
-
-def _used(job: Job, part: Part) -> tuple[Tensor, ...]:
-    """The weights of a pipeline's stage."""
-    used = {name for op in tape_of(job, part).ops for name in op.weights}
-    return tuple(tensor for tensor in job.model.tensors if tensor.name in used)
 
 
 def _evaluate(job: Job, layout: Resident, device: Ledger) -> None:

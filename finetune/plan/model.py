@@ -7,16 +7,16 @@ matter: ZeRO shards and the persistence threshold depend on tensors, not on tota
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError
-from finetune.plan.families import resnet
 from finetune.plan.families.parts import CAUSAL, CLASSES, IMAGES, MASKED, SEQ2SEQ, SPANS, TAGS, VECTORS, Shape, Sizes
 from finetune.plan.families.possible import refuse_impossible
-from finetune.plan.trace_files import KNOWN, heads_of
+from finetune.plan.forward import resnet
+from finetune.plan.trace_files import KNOWN, file_of
 from finetune.plan.tracing import found_of
 from finetune.plan.values import FP32_BYTES, HALF_BYTES, Lora
 from finetune.safe_read import read_json_object
@@ -94,6 +94,16 @@ class Trace:
     def of(self, tokens: int) -> Trace:
         return self if self.beyond is None or self.window is None or tokens < self.window else self.beyond
 
+    def backwards(self, *ends: int) -> Iterator[tuple[Any, bool]]:
+        """Operators from the last to the first, and whether the values `ends` get a gradient through each. By storage:
+        what an operator writes into a view is read through others."""
+        places = {self.values[number][2] for number in ends}
+        for op in reversed(self.ops):
+            is_read = not places.isdisjoint(self.values[number][2] for number in op["out"])
+            if is_read:
+                places.update(self.values[number][2] for number in op["in"] if self.values[number][3])
+            yield op, is_read
+
 
 @dataclass(frozen=True)
 class Model:
@@ -166,35 +176,23 @@ def model_of(
 
 
 def _resnet(sizes: Sizes) -> Model:
-    layers = resnet.layers(sizes)
+    layers = len(resnet.layers(sizes))
     tensors = tuple(Tensor(*one) for one in resnet.tensors(sizes))
     buffers = tuple(Buffer(*one) for one in resnet.buffers(sizes))
-    width = layers[-1].convs[-1].fan_out
-    return Model(RESNET, IMAGES, tensors, len(layers), width, 0, sizes, buffers, head_modules=(resnet.HEAD,))
+    return Model(RESNET, IMAGES, tensors, layers, resnet.width(sizes), 0, sizes, buffers, head_modules=(resnet.HEAD,))
 
 
 def _traced(found: Mapping[str, Any], head: str, sizes: Sizes) -> Model:
-    tensors = tuple(Tensor(name, tuple(shape), *rest) for name, shape, *rest in found["tensors"])
-    reached = _reached(found["trace"])
-    tensors = tuple(replace(tensor, is_reached=tensor.name in reached) for tensor in tensors)
-    buffers = tuple(Buffer(name, tuple(shape), each) for name, shape, each in found["buffers"])
     beyond = _trace(found["beyond"]) if found["beyond"] else None
+    trace = _trace(found["trace"], window=found["window"], beyond=beyond)
+    reached = {name for op, is_read in trace.backwards(trace.result) if is_read for name in op["weights"]}
+    named = (Tensor(name, tuple(shape), *rest) for name, shape, *rest in found["tensors"])
+    tensors = tuple(replace(tensor, is_reached=tensor.name in reached) for tensor in named)
+    buffers = tuple(Buffer(name, tuple(shape), each) for name, shape, each in found["buffers"])
     return Model(
         str(sizes.config.get("model_type")), head, tensors, found["layers"], found["hidden_size"], found["vocab_size"],
-        sizes, buffers, head_modules=tuple(found["head_modules"]),
-        trace=_trace(found["trace"], window=found["window"], beyond=beyond),
+        sizes, buffers, head_modules=tuple(found["head_modules"]), trace=trace,
     )  # fmt: skip
-
-
-def _reached(trace: Mapping[str, Any]) -> set[str]:
-    """The parameters that get a gradient, by what the loss is made of."""
-    values, names = trace["values"], set[str]()
-    places = {values[trace["result"]][2]}
-    for op in reversed(trace["ops"]):
-        if not places.isdisjoint(values[number][2] for number in op["out"]):
-            places.update(values[number][2] for number in op["in"] if values[number][3])
-            names.update(op["weights"])
-    return names
 
 
 def _trace(found: Mapping[str, Any], **more: Any) -> Trace:
@@ -245,7 +243,9 @@ def head_of_class(name: str) -> str | None:
 
 def heads_of_kind(kind: str) -> tuple[str, ...]:
     """Of a `model_type`, the usual one first; none if it is not known."""
-    return (IMAGES,) if kind == RESNET else heads_of(kind)
+    if kind == RESNET:
+        return (IMAGES,)
+    return tuple(dict.fromkeys(one["head"] for one in file_of(kind)["programs"])) if kind in KNOWN else ()
 
 
 def own_head(config: dict[str, Any], where: str) -> str:

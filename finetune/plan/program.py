@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from finetune.plan.tape import Tape
-from finetune.plan.values import CHUNKED_LOSS, Op, Segment, Slot, Storage, Value
+from finetune.plan.values import CHUNKED_LOSS, Op, Segment, Storage, Value
 
 ACTIVATIONS, GRADIENTS_FLOW, TEMPORARY = "activations", "activation_gradients", "temporary"
 
@@ -129,15 +129,17 @@ class _Player:
         self.log = _Log(enters)
         self.alive: set[Storage] = set()
         self.saved: dict[Storage, int] = {}
-        self.gradients: dict[Slot, _Gradient] = {}
+        self.gradients: dict[Value, _Gradient] = {}
         self.repeats = Counter(segment.like for segment in self.segments)
         self.made = {at: segment for at, segment in enumerate(self.segments) if segment.like is None}
 
     def play(self) -> Program:
         forward = self.forward(keeps=True)
         backward = {}
-        assert self.tape.result is not None
-        self._start(self.tape.result)
+        result = self.tape.result
+        assert result is not None
+        self.log.take(GRADIENTS_FLOW, result.bytes, "loss")  # its gradient, or that of a stage's output
+        self.gradients[result] = _Gradient(result.bytes)
         for at, segment in reversed(self.made.items()):
             self._back_through(segment)
             if at == min(self.made):
@@ -215,11 +217,6 @@ class _Player:
 
     # Backward
 
-    def _start(self, result: Value) -> None:
-        """The gradient of the loss, or of a stage's output."""
-        self.log.take(GRADIENTS_FLOW, result.bytes, "loss")
-        self.gradients[result.slot] = _Gradient(result.bytes)
-
     def _back_through(self, segment: Segment) -> None:
         again = segment.recomputed
         if again and self.tape.offloads:
@@ -249,7 +246,7 @@ class _Player:
                 self._free(storage)
 
     def _back(self, op: Op, place: int) -> None:
-        arrived = [self.gradients.pop(value.slot) for value in op.outputs if value.slot in self.gradients]
+        arrived = [self.gradients.pop(value) for value in op.outputs if value in self.gradients]
         if not arrived:
             self._release(*op.saved)
             return
@@ -257,15 +254,15 @@ class _Player:
             self.log.step_in(Kind.BEFORE, place)
         before, after = (op.saved, ()) if op.name == CHUNKED_LOSS else ((), op.saved)  # it becomes the gradients
         self._release(*before)
-        made: list[tuple[Slot, _Gradient]] = []
+        made: list[tuple[Value, _Gradient]] = []
         for value in op.inputs:
             if not value.needs_grad:
                 continue
             if op.narrows or (op.passes_on and value.bytes == arrived[0].bytes):
                 arrived[0].holders += 1
-                made.append((value.slot, arrived[0]))
+                made.append((value, arrived[0]))
             else:
-                made.append((value.slot, _Gradient(value.bytes, is_view=op.name == "linear")))
+                made.append((value, _Gradient(value.bytes, is_view=op.name == "linear")))
                 self.log.take(GRADIENTS_FLOW, value.bytes, op.name)
         trains = any(map(self.tape.trains, op.weights))
         if trains:
@@ -278,13 +275,13 @@ class _Player:
             self.log.step_in(Kind.HANDED_ON, place)
         if op.module:
             self.log.step_in(Kind.AFTER, place)
-        for slot, gradient in made:
-            self._meet(slot, gradient, op.name)
+        for value, gradient in made:
+            self._meet(value, gradient, op.name)
 
-    def _meet(self, slot: Slot, gradient: _Gradient, where: str) -> None:
-        first = self.gradients.get(slot)
+    def _meet(self, value: Value, gradient: _Gradient, where: str) -> None:
+        first = self.gradients.get(value)
         if first is None:
-            self.gradients[slot] = gradient
+            self.gradients[value] = gradient
         elif first.holders == 1 and not first.is_view:
             self._let_go(gradient)
         else:
@@ -292,7 +289,7 @@ class _Player:
             self.log.take(GRADIENTS_FLOW, total.bytes, where)
             self._let_go(first)
             self._let_go(gradient)
-            self.gradients[slot] = total
+            self.gradients[value] = total
 
     def _let_go(self, gradient: _Gradient) -> None:
         gradient.holders -= 1

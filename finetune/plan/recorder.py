@@ -75,11 +75,10 @@ class Recorder:
         """A variable holds these to the end of the segment."""
         self._kept += values
 
-    def keep_to_end(self, *values: Value) -> None:
-        """The model's output, or a cache in it, holds these until the loss is read from it."""
-        for value in values:
-            value.storage.last_use = FOREVER
-            self.outlasting[value.storage] = len(self.segments) - 1
+    def keep_to_end(self, value: Value) -> None:
+        """The model's output, or a cache in it, holds this until the loss is read from it."""
+        value.storage.last_use = FOREVER
+        self.outlasting[value.storage] = len(self.segments) - 1
 
     def release_casts(self) -> None:
         """Autocast ends, and with it its cache of weights."""
@@ -146,12 +145,10 @@ class Recorder:
     def alias(self, x: Value, elements: int | None = None, name: str = "view") -> Value:
         """A view whose backward pass makes a new tensor of the size of `x`: a slice, or a transposed view whose
         gradient has another layout."""
-        part = Value(x.elements if elements is None else elements, x.bytes_each, x.storage, x.needs_grad)
-        self._add(Op(name, (x,), (part,), kernels=0, moved_back=2 * x.bytes))
-        return part
+        return self.chunk(x, x.elements if elements is None else elements, name=name)[0]
 
-    def chunk(self, x: Value, *elements: int) -> list[Value]:
+    def chunk(self, x: Value, *elements: int, name: str = "chunk") -> list[Value]:
         """Views of parts; the backward pass concatenates their gradients into a new tensor."""
         parts = [Value(count, x.bytes_each, x.storage, x.needs_grad) for count in elements]
-        self._add(Op("chunk", (x,), tuple(parts), kernels=0, moved_back=2 * x.bytes))
+        self._add(Op(name, (x,), tuple(parts), kernels=0, moved_back=2 * x.bytes))
         return parts

@@ -19,7 +19,7 @@ from finetune.plan.collectives import Group, all_to_all, p2p
 from finetune.plan.engines.resident import Weights
 from finetune.plan.exchange import exchanges_of
 from finetune.plan.forward.parts import Part
-from finetune.plan.job import PIPELINE, Job, checkpoints_of, layers_of, tape_of
+from finetune.plan.job import PIPELINE, Job, checkpoints_of, layers_of, stage_weights, tape_of
 from finetune.plan.kernels import NOTHING, SegmentWork, Work, kernels_of, passed
 from finetune.plan.machine import Machine
 from finetune.plan.partition import balanced_bounds
@@ -182,7 +182,6 @@ def _step(
 ) -> StepSeconds:
     """`parts`: of the total, in seconds as summed over single operators."""
     flops = sum(segment.flops for segment in segments) * job.accumulation * job.data_parallel_size
-    precision = job.precision if job.precision in machine.peak_flops else "fp32"
     seconds = {**dict.fromkeys(PARTS, 0.0), **parts, "loop": STEP_LAUNCHES * machine.launch_seconds}
     return StepSeconds(
         **{name: machine.step_factor * part for name, part in seconds.items()},
@@ -190,7 +189,7 @@ def _step(
         samples=job.global_batch,
         tokens=job.global_batch * job.sample_tokens,
         model_flops=flops,
-        peak_flops=machine.peak_flops[precision] * job.world_size,
+        peak_flops=machine.peak_flops[kernels_of(machine, job.precision).precision] * job.world_size,
     )
 
 
@@ -222,8 +221,8 @@ def stage_bounds(job: Job, machine: Machine) -> list[int]:
         share, rest = divmod(count, job.stages)  # runtime/utils.py, partition_uniform
         return [stage * share + min(stage, rest) for stage in range(job.stages + 1)]
     if job.partition_method == "parameters":
-        elements = {tensor.name: tensor.elements for tensor in job.model.tensors if tensor.trains}
-        return list(_cut(tuple(float(sum(elements.get(name, 0) for name in s.weights)) for s in segments), job.stages))
+        entries = (stage_weights(job, Part(place, place + 1)) for place in range(count))
+        return list(_cut(tuple(float(sum(t.elements for t in one if t.trains)) for one in entries), job.stages))
     return list(_cut(tuple(sum(_lasting(segment, machine)) for segment in segments), job.stages))
 
 
@@ -266,11 +265,8 @@ def _pipeline(job: Job, machine: Machine) -> StepSeconds:
     again = sum(s.again.device for s in segments[bounds[slowest] : bounds[slowest + 1]])
     busy = job.accumulation * (forward[slowest] + backward[slowest])
     moved = _moved(job, machine, Part(bounds[slowest], bounds[slowest + 1]))
-    ends = []
-    for first, last in pairwise(bounds):
-        names = frozenset[str]().union(*(segment.weights for segment in segments[first:last]))
-        tensors = tuple(tensor for tensor in job.model.tensors if tensor.name in names)
-        ends.append(_ending(job, machine, Weights(tensors, job.weight_bytes)))
+    held = (stage_weights(job, Part(*cut)) for cut in pairwise(bounds))
+    ends = [_ending(job, machine, Weights(tensors, job.weight_bytes)) for tensors in held]
     reduced = max(traffic.boundary.communication + traffic.step.communication for traffic, _ in ends)
     copies = max((traffic.boundary.work + traffic.step.work for traffic, _ in ends), key=lambda work: work.device)
     update = max((update for _, update in ends), key=lambda update: update.device + update.host)

@@ -62,10 +62,6 @@ class Tape(Recorder):
         return self.op(name, (x,), x.elements, saves=() if makes else (x,), saves_output=makes,
                        scratch_back=scratch_back)  # fmt: skip
 
-    def power(self, x: Value) -> Value:
-        """Its gradient is grad * (n * x**(n-1)), with two intermediate tensors (FunctionsManual.cpp, pow_backward)."""
-        return self.unary("pow", x, scratch_back=2 * x.bytes)
-
     def cast(self, x: Value, bytes_each: int) -> Value:
         """To another precision; a no-op for the same one."""
         return x if bytes_each == x.bytes_each else self.op("cast", (x,), x.elements, bytes_each=bytes_each)
@@ -102,12 +98,12 @@ class Tape(Recorder):
         size = HALF_BYTES if is_packed else self.numbers.product_bytes
         unpacked = fan_in * fan_out * size if is_packed else 0
         x = self.cast(x, size)
-        forward, of_input, of_weight = _products(rows, fan_in, fan_out)
-        back = (*([of_input] if x.needs_grad else []), *([of_weight] if trains else []))
+        product = Gemm(rows, fan_out, fan_in)
+        back = product.back(x.needs_grad, trains)
         is_saved = trains or (self.numbers.saves_inputs and x.needs_grad)
         saves = [*([x] if is_saved else []), *(casts[-1:] if x.needs_grad else [])]
         out = self.op(
-            "linear", (x, *casts), rows * fan_out, saves=saves, gemms=(forward,), gemms_back=back,
+            "linear", (x, *casts), rows * fan_out, saves=saves, gemms=(product,), gemms_back=back,
             weights=() if casts else names[::-1],  # a bias's gradient comes first: a weight's passes a transpose
             module="" if casts else module, kernels_back=len(back) + bool(bias),
             moved=x.bytes + (rows + fan_in) * fan_out * size + 2 * unpacked, scratch=unpacked, scratch_back=unpacked,
@@ -126,10 +122,9 @@ class Tape(Recorder):
             high, wide = self.shapes[f"{name}.weight"]
             casts = [self.cast_weight(f"{name}.weight", name)] if self.casts(f"{name}.weight") else []
             x = self.cast(x, self.numbers.product_bytes)
-            forward, of_input, of_weight = _products(rows, wide, high)
-            back = (*([of_input] if x.needs_grad else []), of_weight)
+            product = Gemm(rows, high, wide)
             x = self.op("linear", (x, *casts), rows * high, saves=(x, *(casts if x.needs_grad else ())),
-                        gemms=(forward,), gemms_back=back,
+                        gemms=(product,), gemms_back=product.back(x.needs_grad),
                         weights=() if casts else (f"{name}.weight",), module="" if casts else name)  # fmt: skip
         if lora.is_dora:
             return self._dora(base, x, module, own)
@@ -140,7 +135,7 @@ class Tape(Recorder):
         the adapter's whole weight, from an identity matrix, and the base's beside it."""
         name, rows_of = f"{module}.lora_magnitude_vector.default", (base, x)
         high = math.prod(self.shapes[f"{name}.weight"])
-        wide = math.prod(self.shapes[f"{module}.lora_A.default.weight"]) // self.lora.rank if self.lora else 0
+        wide = self.shapes[f"{module}.lora_A.default.weight"][1]
         made = (wide * wide + WHOLE_IN_DORA * wide * high) * own
         parts = [
             self.op("mul", (part,), part.elements, saves=(part,), weights=(f"{name}.weight",), module=name,
@@ -194,14 +189,9 @@ class Tape(Recorder):
         if self.numbers.autocast and casts:
             a, b = self.cast(a, HALF_BYTES), self.cast(b, HALF_BYTES)
         return self.op("matmul", (a, b), gemm.m * gemm.n * gemm.many, saves=_factors(a, b), gemms=(gemm,),
-                       gemms_back=gemm.back, kernels_back=2)  # fmt: skip
+                       gemms_back=gemm.back(), kernels_back=2)  # fmt: skip
 
 
 def _factors(a: Value, b: Value) -> list[Value]:
     """The factors of a product that are saved: each that the other's gradient needs."""
     return [value for value, other in ((a, b), (b, a)) if other.needs_grad]
-
-
-def _products(rows: int, fan_in: int, fan_out: int) -> tuple[Gemm, Gemm, Gemm]:
-    """A linear layer's products: forward, its input's gradient, and its weight's gradient."""
-    return Gemm(rows, fan_out, fan_in), Gemm(rows, fan_in, fan_out), Gemm(fan_out, fan_in, rows)

@@ -7,11 +7,10 @@ again, and adds its gradients to those of the parts before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from copy import copy
 from dataclasses import replace
 
-from finetune.plan.program import Event, Stretch, evaluation_of, program_of
+from finetune.plan.step import Engine, Ledger, Pass
 from finetune.plan.tape import Tape
 from finetune.plan.values import TILED_MLP, Op, Segment, Storage, Value
 
@@ -47,26 +46,26 @@ def _tiled(tape: Tape, segment: Segment, shards: int, like: Segment | None) -> S
     return replace(segment, ops=[*segment.ops[:first], *ours, *segment.ops[last + 1 :]])
 
 
-def _leaving(ops: list[Op], first: int, last: int) -> list[Value]:
+def _leaving(ops: list[Op], first: int, last: int) -> set[Value]:
     """What operators `first` to `last` make for later ones."""
-    made = {id(value): value for op in ops[first : last + 1] for value in op.outputs}
-    read = {id(value) for op in ops[last + 1 :] for value in op.inputs}
-    return [value for key, value in made.items() if key in read]
+    made = {value for op in ops[first : last + 1] for value in op.outputs}
+    return made & {value for op in ops[last + 1 :] for value in op.inputs}
 
 
 def _one(tape: Tape, ops: list[Op], shards: int) -> Op:
     """All of an MLP as one operator."""
-    made = {id(value) for op in ops for value in op.outputs}
-    read = [value for op in ops if op.name != "hold" for value in op.inputs]
-    (given,) = {id(value): value for value in read if id(value) not in made}.values()
+    made = {value for op in ops for value in op.outputs}
+    (given,) = {value for op in ops if op.name != "hold" for value in op.inputs} - made
     out, nothing = ops[-1].outputs[0], Value(0, 1, Storage(0), False)
-    tile = _tile(tape, ops, given, shards)
-    forward = _peak(evaluation_of(tile)[0])
-    backward = _peak([*program_of(tile).forward[0], *program_of(tile).backward[0]])
-    backward += out.bytes // shards  # a variable holds a part's output while it is gone back through
+    tile, alone, both = _tile(tape, ops, given, shards), Ledger(), Ledger()
+    Pass(tile, alone, Engine()).evaluate()
+    passed = Pass(tile, both, Engine())
+    passed.forward()
+    passed.backward()
     return Op(
         TILED_MLP, (given,), (out, nothing), saved=(given.storage, nothing.storage),  # the last is made as it ends
-        scratch=max(out.bytes, forward), scratch_back=backward,
+        scratch=max(out.bytes, alone.peak.bytes),
+        scratch_back=both.peak.bytes + out.bytes // shards,  # a variable holds a part's output on its way back
         gemms=tuple(gemm for op in ops for gemm in op.gemms), gemms_back=tuple(g for op in ops for g in op.gemms_back),
         gemms_again=tuple(gemm for op in ops for gemm in op.gemms),
         moved=sum(op.moved for op in ops), moved_back=sum(op.moved + op.moved_back for op in ops),
@@ -78,28 +77,20 @@ def _one(tape: Tape, ops: list[Op], shards: int) -> Op:
 def _tile(tape: Tape, ops: list[Op], given: Value, shards: int) -> Tape:
     """The tape of one part. Its input is a view, and so is the gradient of its output: they take nothing."""
     tile = Tape(tape.numbers, tape.shapes, tape.lora, tape.packed)
-    values, storages = dict[int, Value](), {id(given.storage): Storage(0)}
+    values, storages = dict[Value, Value](), {given.storage: Storage(0)}
 
     def part(value: Value) -> Value:
-        if id(value) not in values:
-            storage = storages.setdefault(id(value.storage), Storage(value.storage.bytes // shards))
-            values[id(value)] = Value(value.elements // shards, value.bytes_each, storage, value.needs_grad)
-        return values[id(value)]
+        if value not in values:
+            storage = storages.setdefault(value.storage, Storage(value.storage.bytes // shards))
+            values[value] = Value(value.elements // shards, value.bytes_each, storage, value.needs_grad)
+        return values[value]
 
     with tile.segment("tile", part(given)):
         for op in ops:
             inputs, outputs = (tuple(part(one) for one in some) for some in (op.inputs, op.outputs))
-            saved = tuple(storages[id(one)] for one in op.saved)
+            saved = tuple(storages[one] for one in op.saved)
             tile._add(replace(op, inputs=inputs, outputs=outputs, saved=saved, scratch=op.scratch // shards,
                               scratch_back=op.scratch_back // shards))  # fmt: skip
-    tile.result = replace(part(ops[-1].outputs[0]), elements=0)
+    tile.result = part(ops[-1].outputs[0])
+    tile.result.elements = 0
     return tile
-
-
-def _peak(events: Iterable[Event]) -> int:
-    total = peak = 0
-    for event in events:
-        if isinstance(event, Stretch):
-            peak = max(peak, total + event.peak)
-            total += sum(size for _, size in event.net)
-    return peak

@@ -33,11 +33,6 @@ def file_of(kind: str) -> Mapping[str, Any]:
     return dict(json.loads((TRACES / f"{kind}.json").read_text(encoding="utf-8")))
 
 
-def heads_of(kind: str) -> tuple[str, ...]:
-    """The heads of an architecture, the usual one first; none of one that is not known."""
-    return tuple(dict.fromkeys(one["head"] for one in file_of(kind)["programs"])) if kind in KNOWN else ()
-
-
 def sizes_of(kind: str, sizes: Sizes) -> dict[str, int]:
     """All sizes of a model by their names in its config. Raises RequestError if one is missing or invalid."""
     found = dict[str, int]()

@@ -108,10 +108,11 @@ class Network:
         """Gradients of a later micro-batch are added to the existing ones."""
         return self.copied(3 * self.gradients / share, self.count / share)
 
-    def to_host(self, is_offloaded: bool) -> Flow:
+    def to_host(self) -> Flow:
         """This rank's gradients, for an optimizer there."""
-        link = self.machine.host_link.bandwidth_bytes_per_second
-        return Flow(offload=self.gradients / self.ranks / link if is_offloaded else 0.0)
+        if self.zero.offload_optimizer == "none":
+            return STILL
+        return Flow(offload=self.gradients / self.ranks / self.machine.host_link.bandwidth_bytes_per_second)
 
     # Whole weights on every rank
 
@@ -137,7 +138,7 @@ class Network:
         boundary = self.reduced(self.weights.trained_elements - apart) + self.reduced(apart, self.of_experts)
         moved = (6 + 2 / self.ranks) * self.gradients
         boundary += self.copied(moved, (1 + 1 / self.ranks) * self.count, ZERO12_PARAMETER * self.count)
-        boundary += self.to_host(self.zero.offload_optimizer != "none")
+        boundary += self.to_host()
         each = boundary + self.added(self.ranks) if self.zero.stage == 2 else self.added()
         groups = len(self.weights.groups()) - bool(apart)
         step = self.sent(all_gather, self.gradients - apart * self.size, groups)
@@ -174,7 +175,7 @@ class Network:
             for phase in ("forward", "backward")
         )
         backward += self.scattered(played.reduced, 6)
-        boundary = backward + self.to_host(self.zero.offload_optimizer != "none")
+        boundary = backward + self.to_host()
         kept = played.persistent if self.ranks > 1 else ()
         step = self.sent(all_gather, sum(kept) * self.size, len(kept))
         step += Flow(work=self.hooks(SHARDED_PARAMETER * len(kept)))

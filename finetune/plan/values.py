@@ -67,10 +67,10 @@ class Gemm:
     def flops(self) -> int:
         return 2 * self.m * self.n * self.k * self.many
 
-    @property
-    def back(self) -> tuple[Gemm, Gemm]:
-        """The gradients of both factors."""
-        return Gemm(self.m, self.k, self.n, self.many), Gemm(self.k, self.n, self.m, self.many)
+    def back(self, first: bool = True, second: bool = True) -> tuple[Gemm, ...]:
+        """The products that make the gradients of its factors, of those that need one."""
+        both = (Gemm(self.m, self.k, self.n, self.many), first), (Gemm(self.k, self.n, self.m, self.many), second)
+        return tuple(gemm for gemm, is_needed in both if is_needed)
 
 
 @dataclass(eq=False)
@@ -83,19 +83,13 @@ class Storage:
 
 
 @dataclass(eq=False)
-class Slot:
-    """Where the gradients of a tensor and its views accumulate."""
-
-
-@dataclass(eq=False)
 class Value:
-    """A tensor of the pass. Views share `storage` and `slot`. `needs_grad`: a gradient flows to it."""
+    """A tensor of the pass. Views share `storage`. `needs_grad`: a gradient flows to it."""
 
     elements: int
     bytes_each: int
     storage: Storage
     needs_grad: bool = True
-    slot: Slot = field(default_factory=Slot)
 
     @property
     def bytes(self) -> int:

@@ -20,7 +20,7 @@ from finetune.measure.outcome import CRASHED, Outcome
 from finetune.measure.recipe import TRIAL
 from finetune.measure.start import Measured
 from finetune.plan.families.parts import TAGS
-from finetune.plan.from_run import Subject, job_of
+from finetune.plan.from_run import job_of
 from finetune.plan.job import DEEPSPEED, FSDP, PIPELINE, Job
 from finetune.plan.machine import Machine, find_machine
 from finetune.plan.model import in_4bit, model_of, with_lora
@@ -80,7 +80,7 @@ def test_what_is_run_is_what_was_planned(layout: str, changes: dict[str, Any], t
     job = replace(laid_out(BASE, layout), **changes)
     argv = start.arguments(job, None if layout == "none" else shipped(layout), tmp_path, 5)
     run = resolve(TRIAL, argv, Launch(world_size=2, local_world_size=2, launcher="torchrun"))
-    subject = Subject(job.model, job.tokens, loss_chunk_tokens=job.loss_chunk_tokens)
+    subject = Job(job.model, tokens=job.tokens, loss_chunk_tokens=job.loss_chunk_tokens)
     assert job_of(run, find_machine("cpu"), subject=subject)[0] == job
 
 

@@ -28,9 +28,9 @@ from finetune.plan.forward.parts import terms
 from finetune.plan.job import DEEPSPEED, FSDP, Job
 from finetune.plan.machine import find_machine
 from finetune.plan.memory import BUFFERS, plan_memory
-from finetune.plan.model import KINDS, model_of, with_lora
+from finetune.plan.model import KINDS, heads_of_kind, model_of, with_lora
 from finetune.plan.named import find_model_config, model_names
-from finetune.plan.trace_files import KNOWN, file_of, heads_of, known_trace
+from finetune.plan.trace_files import KNOWN, file_of, known_trace
 from finetune.plan.values import Lora
 from finetune.plan.zero import Zero
 
@@ -102,7 +102,7 @@ def alike(config: dict[str, Any], head: str, attention: str, folder: Path) -> An
 
 
 @pytest.mark.parametrize(
-    ("name", "head"), [_known(name, head) for name in KNOWN for head in dict.fromkeys(heads_of(name))]
+    ("name", "head"), [_known(name, head) for name in KNOWN for head in dict.fromkeys(heads_of_kind(name))]
 )
 def test_a_known_program_is_what_the_installed_transformers_records(name: str, head: str, tmp_path: Path) -> None:
     """At sizes, and a depth, at which it was not recorded. `python benchmarks/make_traces.py` records anew."""

@@ -79,8 +79,7 @@ class Fsdp(Resident):
         ends[ROOT] = len(used)  # the root module ends last
         self.order = sorted(self.groups, key=lambda key: ends[key])
         self.now = ""  # the group whose module runs
-        # Bytes of the previous gather and of the last gradient reduction, which are freed late.
-        self.late = self.sent = 0
+        self.late = dict[str, int]()  # bytes of the previous gather and of the last gradient reduction
 
     def _group_of(self, name: str, used: list[Op]) -> str:
         """A group is a layer (what a model lists in `_no_split_modules`), the embeddings, or the final norm and head,
@@ -110,14 +109,11 @@ class Fsdp(Resident):
         self.hold_states(ledger, [piece(tensor.shape, self.ranks) for tensor in self.stepped])
 
     def before_module(self, ledger: Ledger, module: str) -> None:
+        """Entering a layer gathers its weights; leaving it frees them. The root module's are gathered first."""
         key = self.group_of[self.modules[module][0]]
         if ledger.phase == "backward":
             self._enter_backward(ledger, key)
-        else:
-            self._enter_forward(ledger, key)
-
-    def _enter_forward(self, ledger: Ledger, key: str) -> None:
-        """Entering a layer gathers its weights; leaving it frees them. The root module's are gathered first."""
+            return
         if not self.now and ROOT in self.groups:
             self._gather(ledger, ROOT)
         if key != self.now and self.now and not self.groups[self.now].stays:
@@ -133,8 +129,8 @@ class Fsdp(Resident):
             self._ask(ledger, key)
             ledger.take(GATHERED, group.elements * self.size, "gather")
             group.is_here, group.is_coming = True, False
-            self._drop_late(ledger)
-            self.late = group.elements * self.size
+            self._drop_late(ledger, GATHERED)
+            self.late[GATHERED] = group.elements * self.size
 
     def _ask(self, ledger: Ledger, key: str) -> None:
         group = self.groups[key]
@@ -155,7 +151,7 @@ class Fsdp(Resident):
         """The forward pass, including the loss, is over; the root module's hook runs first in the backward pass."""
         if self.now and not self.groups[self.now].stays:
             self._release(ledger, self.now)
-        self._drop_late(ledger)
+        self._drop_late(ledger, GATHERED)
         self.now = ""
         for group in self.groups.values():
             group.is_reduced = False
@@ -171,7 +167,7 @@ class Fsdp(Resident):
         if key == ROOT:
             return
         self._gather(ledger, key)
-        self._drop_late(ledger)
+        self._drop_late(ledger, GATHERED)
         self._ask_before(ledger, key)
 
     def _ask_before(self, ledger: Ledger, key: str) -> None:
@@ -188,11 +184,11 @@ class Fsdp(Resident):
         names = [name for name in group.names if name in self.kept]
         if not self.is_boundary:
             return
-        self._drop_sent(ledger)
+        self._drop_late(ledger, BUCKETS)
         if not names:
             return
-        self.sent = group.trained * self.size
-        ledger.take(BUCKETS, self.sent, "reduce-scatter")
+        self.late[BUCKETS] = group.trained * self.size
+        ledger.take(BUCKETS, self.late[BUCKETS], "reduce-scatter")
         for name in names:
             self.drop(ledger, name)
         part = group.trained // self.ranks
@@ -210,15 +206,9 @@ class Fsdp(Resident):
             if group.is_coming:
                 ledger.give(GATHERED, group.elements * self.size)
                 group.is_coming = False
-        self._drop_sent(ledger)
+        self._drop_late(ledger, BUCKETS)
         self.now = ""
 
-    def _drop_late(self, ledger: Ledger) -> None:
-        if self.late:
-            ledger.give(GATHERED, self.late)
-            self.late = 0
-
-    def _drop_sent(self, ledger: Ledger) -> None:
-        if self.sent:
-            ledger.give(BUCKETS, self.sent)
-            self.sent = 0
+    def _drop_late(self, ledger: Ledger, kind: str) -> None:
+        if size := self.late.pop(kind, 0):
+            ledger.give(kind, size)

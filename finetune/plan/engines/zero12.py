@@ -25,7 +25,8 @@ class Zero12(Resident):
         self.owned_elements = sum(self.elements[name] for name in self.owned)
         self.padded = sum(part.padded for part in self.parts)
         self.contiguous = self.zero.contiguous_gradients or self.offloads
-        self.filled = 0  # elements in the bucket
+        self.pending: list[str] = []  # parameters whose gradients are in the bucket
+        self.filled = 0  # its elements
         self.has_buckets = self.has_part = False
 
     @property
@@ -75,10 +76,6 @@ class Zero12(Resident):
         if self.contiguous and elements <= self.zero.reduce_bucket_size:
             self.drop(ledger, name)  # it is in the bucket now
         self.pending.append(name)
-
-    def begin(self, ledger: Ledger, is_first: bool, is_boundary: bool) -> None:
-        super().begin(ledger, is_first, is_boundary)
-        self.pending: list[str] = []
 
     def _reduce(self, ledger: Ledger) -> None:
         """reduce_ipg_grads: with `reduce_scatter` the bucket is flattened once more for its all-reduce

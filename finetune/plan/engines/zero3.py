@@ -22,12 +22,6 @@ from finetune.plan.zero import Zero, shard
 SECOND = "secondary shards"
 
 
-def _holders(module: str) -> set[str]:
-    """The parents of this module, by dotted name."""
-    parts = module.split(".")
-    return {".".join(parts[:count]) for count in range(1, len(parts))}
-
-
 @dataclass(frozen=True)
 class Gather:
     phase: str
@@ -43,7 +37,8 @@ def _order(
     and its parents; `uses`, the parameters in the order in which a micro-batch uses them; `later`, the places there of
     each."""
     used = modules_used(tape, goes_back)
-    around = [set[str](), *(_holders(op.module) for op in used)]
+    # The parents of each module, by dotted name.
+    around = [set[str](), *({*accumulate(op.module.split(".")[:-1], "{}.{}".format)} for op in used)]
     uses, later = [name for op in used for name in op.weights], defaultdict[str, list[int]](list)
     for index, name in enumerate(uses):
         later[name].append(index)

@@ -1,1 +1,1 @@
-"""What a config says of a model without tracing it: sizes, impossible shapes, and the tensors of ResNets."""
+"""What a config says of a model without tracing it: sizes, and impossible shapes."""

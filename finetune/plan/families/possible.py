@@ -11,13 +11,10 @@ from finetune.plan.trace_files import KNOWN, sizes_of
 from finetune.run.flags.groups import EXPERTS
 
 # Config keys of the width that the heads split, and of their number. Other families set the width of a head.
-BERTS = dict.fromkeys(("bert", "roberta"), ("hidden_size", "num_attention_heads"))
-ENCODERS = {**BERTS, "distilbert": ("dim", "n_heads")}
-SHARED = {
-    "gpt2": ("n_embd", "n_head"),
-    **dict.fromkeys(("gptlite", "llama", "gemma2", "gemma3_text", "olmoe"), ("hidden_size", "num_attention_heads")),
-    **ENCODERS,
-}
+USUAL = ("bert", "roberta", "gptlite", "llama", "gemma2", "gemma3_text", "olmoe")
+SHARED = {"gpt2": ("n_embd", "n_head"), "distilbert": ("dim", "n_heads"),
+          **dict.fromkeys(USUAL, ("hidden_size", "num_attention_heads"))}  # fmt: skip
+ENCODERS = ("bert", "roberta", "distilbert")
 ACTIVATIONS = {  # config keys, for families where it is not hidden_act
     "distilbert": "activation",
     "gpt2": "activation_function",
@@ -141,5 +138,5 @@ def _words(kind: str, sizes: Sizes) -> Iterator[str]:
     if kind not in FIXED_ACTIVATION and act not in KNOWN_ACTIVATIONS:
         yield f"{place} is {act!r}, but transformers knows {', '.join(KNOWN_ACTIVATIONS)}."
     for name, share in sizes.config.items():
-        if ("drop" in name or name.endswith("_pdrop")) and isinstance(share, int | float) and not 0 <= share <= 1:
+        if "drop" in name and isinstance(share, int | float) and not 0 <= share <= 1:
             yield f"{name} is {share}, but a probability is from 0 to 1."

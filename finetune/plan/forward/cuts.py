@@ -34,25 +34,14 @@ class Uses:
         self.in_softmax = {number for name, _, number in users if name == SOFTMAX}
         self.attentions = {number: op for name, op, number in users if name == ATTENTION}
         self.head = max((at for at, op in enumerate(trace.ops) if op["name"] in LINEAR and op["weights"]), default=-1)
-        self.idle = _idle(trace)
+        ends = trace.backwards(trace.result, *trace.kept)
+        self.idle = {number for op, is_read in ends if not is_read for number in op["out"]}
         wholes = dict[int, int]()
         for op in trace.ops:
             wholes |= {part: wholes.get(op["in"][0], op["in"][0]) for part in op["out"] if op["part"] and op["in"]}
         written = {op["out"][0] for op in trace.ops if op["name"] == WRITE}
         self.written = {part: whole for part, whole in wholes.items() if part in written}
         self.held = {number for op in trace.ops for number in op.get("held", ())}
-
-
-def _idle(trace: Trace) -> set[int]:
-    """By storage: what an operator writes into a view is read through others."""
-    reached = {trace.values[number][2] for number in (trace.result, *trace.kept)}
-    idle = set[int]()
-    for op in reversed(trace.ops):
-        if reached.isdisjoint(trace.values[number][2] for number in op["out"]):
-            idle.update(op["out"])
-        else:
-            reached.update(trace.values[number][2] for number in op["in"] if trace.values[number][3])
-    return idle
 
 
 uses_of = lru_cache(maxsize=8)(Uses)

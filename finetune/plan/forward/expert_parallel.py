@@ -146,9 +146,7 @@ def grouped(tape: Tape, x: Value, weight: str, computed: int) -> Value:
     many, fan_out, fan_in = tape.shapes[weight]
     rows = x.elements // fan_in
     each = max(computed // many, 1)
-    of_input, of_weight = Gemm(each, fan_in, fan_out, many), Gemm(fan_out, fan_in, each, many)
-    trains = tape.trains(weight)
-    back = (*([of_input] if x.needs_grad else []), *([of_weight] if trains else []))
+    product, trains = Gemm(each, fan_out, fan_in, many), tape.trains(weight)
     return tape.op("grouped_mm", (x,), rows * fan_out, saves=(x,) if trains else (), weights=(weight,),
-                   module=weight.rpartition(".")[0], gemms=(Gemm(each, fan_out, fan_in, many),), gemms_back=back,
+                   module=weight.rpartition(".")[0], gemms=(product,), gemms_back=product.back(x.needs_grad, trains),
                    moved=x.bytes + (rows + many * fan_in) * fan_out * x.bytes_each)  # fmt: skip

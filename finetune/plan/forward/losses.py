@@ -58,7 +58,7 @@ def chunked_loss(setting: Setting, x: Value, weight: str) -> Value:
     logits, made = Gemm(rows, vocabulary, hidden), rows * hidden * size + (held * width if trains else 0)
     moved = rows * vocabulary * (4 * FP32_BYTES + (2 * size if is_half else 0)) + held * (size + width if casts else 0)
     loss = tape.op(CHUNKED_LOSS, (x, labels), 1, extra_saved=made, scratch=scratch + (held * size if casts else 0),
-                   gemms=(logits, *(logits.back if trains else logits.back[:1])), weights=names, module="lm_head",
+                   gemms=(logits, *logits.back(True, trains)), weights=names, module="lm_head",
                    bytes_each=FP32_BYTES, moved=moved + 2 * -(-rows // chunk) * (added + held * width if added else 0),
                    moved_back=2 * made)  # fmt: skip
     tape.hold(given, x)

@@ -68,7 +68,9 @@ def matmul(player: TraceValues, op: Any, inputs: list[Value]) -> Value:
 
 
 def power(player: TraceValues, op: Any, inputs: list[Value]) -> Value:
-    return player.tape.power(_as_computed(player, op, inputs)[0])
+    """Its gradient is grad * (n * x**(n-1)), with two intermediate tensors (FunctionsManual.cpp, pow_backward)."""
+    x = _as_computed(player, op, inputs)[0]
+    return player.tape.unary("pow", x, scratch_back=2 * x.bytes)
 
 
 def softmax(player: TraceValues, op: Any, inputs: list[Value]) -> Value:
@@ -177,9 +179,8 @@ def _products(player: TraceValues, op: Any, inputs: list[Value], grad: bool, tra
     gemms = tuple(Gemm(*player.sizes(op, at)) for at in range(len(op["gemms"])))
     if not gemms:  # of scores, a loss reads one in each row
         return {"moved": inputs[-1].bytes} if op["name"] == "nll_loss_forward" else {}
-    of_input, of_other = gemms[0].back
-    back = (*([of_input] if inputs[0].needs_grad else []), *([of_other] if trains or not op["weights"] else []))
-    return {"gemms": gemms, "gemms_back": back if grad else ()}
+    back = gemms[0].back(inputs[0].needs_grad, trains or not op["weights"]) if grad else ()
+    return {"gemms": gemms, "gemms_back": back}
 
 
 def _width(player: TraceValues, op: Any, traced: int, inputs: Sequence[Value]) -> int:
