@@ -32,7 +32,7 @@ from finetune.plan.seconds import plan_seconds
 from finetune.plan.values import Lora
 from finetune.plan.zero import Zero, read_zero
 from finetune.report.png import write_png
-from finetune.report.shapes import ACCENT, GRID, LIMIT, MUTED, WIDE, Picture, Scale
+from finetune.report.shapes import ACCENT, GRID, LIMIT, MUTED, WIDE, Dot, Line, Picture, Scale
 
 REPO = Path(__file__).resolve().parents[1]
 INTRODUCTION = """# Planned and measured memory and step times
@@ -399,10 +399,10 @@ def picture(found: dict[str, Any]) -> Picture:
     across, up = Scale(low, high, 52, WIDE - 10, is_log=True), Scale(low, high, y + 320, y, is_log=True)
     drawn.ticks_left(up, across, "MiB planned")
     drawn.ticks_below(across, up.end, up.start, "MiB measured at the peak of the fullest rank")
-    drawn.line(((across(low), up(low)), (across(high), up(high))), GRID)
+    drawn.add(Line(((across(low), up(low)), (across(high), up(high))), GRID))
     for name, (colour, pairs) in kinds.items():
         for measured, said in pairs:
-            drawn.dot(across(measured / 2**20), up(said / 2**20), colour, name, 3)
+            drawn.add(Dot(across(measured / 2**20), up(said / 2**20), colour, name, 3))
     drawn.height = up.start + 36
     return drawn
 

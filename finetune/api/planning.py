@@ -47,8 +47,8 @@ class Planned:
 
         text = io.StringIO()
         console = Console(file=text, width=TEXT_WIDTH)
-        show_answer(self.outcome.answer, self.outcome.lines, console)
-        show(self.plan, self.layouts, [] if self.fits else ways_out(self.plan, self.layouts), self.notes, console)
+        show_answer(console, self.outcome.answer, self.outcome.lines)
+        show(console, self.plan, self.layouts, [] if self.fits else ways_out(self.plan, self.layouts), self.notes)
         return text.getvalue()
 
     def _repr_html_(self) -> str:

@@ -12,9 +12,8 @@ from finetune.api.html import block, table
 from finetune.errors import RequestError
 from finetune.report.run_curves import training_curves
 from finetune.report.run_folder import RunFolder
-from finetune.report.run_sections import MOST_TILES, TILES, card_heading, verdict
+from finetune.report.run_sections import card_heading, tiles, verdict
 from finetune.report.svg import escaped, svg_file
-from finetune.report.text import as_number, said
 from finetune.report.write import read
 
 
@@ -83,9 +82,7 @@ class LoadedRun:
         return Plot(svg_file(pictures[0]), pictures[0].alt)
 
     def _repr_html_(self) -> str:
-        results = self.found.results
-        shown = [name for name in TILES if as_number(results.get(name)) is not None][:MOST_TILES]
-        rows = [(TILES[name], said(results[name])) for name in shown]
+        rows = tiles(self.found)
         lines = filter(None, (card_heading(self.found), verdict(self.found), *self.found.notes))
         return block(f"run {self.folder}", lines, table(("metric", "value"), rows) if rows else "")
 

@@ -38,10 +38,8 @@ def run(asked: argparse.Namespace) -> int:
     if asked.calibrate:
         from finetune.measure.calibrate import calibrate
 
-        disk = asked.flags.get("nvme_path")
-        calibrate(
-            Path(asked.calibrate), 2 if asked.ranks is None else asked.ranks, nvme_path=Path(disk[0]) if disk else None
-        )
+        ranks, disk = 2 if asked.ranks is None else asked.ranks, asked.flags.get("nvme_path")
+        calibrate(Path(asked.calibrate), ranks, nvme_path=Path(disk[0]) if disk else None)
         return 0
     outcome = plan_of(asked)
     found = outcome.plan
@@ -60,10 +58,8 @@ def run(asked: argparse.Namespace) -> int:
         layouts = autotune(layouts, asked.autotune)
     _say(asked, outcome, layouts)
     if asked.write:
-        print(
-            write_config(Path(asked.write), layouts, outcome.limits.has_disk),
-            file=sys.stderr if asked.json else sys.stdout,
-        )
+        written = write_config(Path(asked.write), layouts, outcome.limits.has_disk)
+        print(written, file=sys.stderr if asked.json else sys.stdout)
     return 0 if found.fits or (layouts and layouts.fitting) else 1
 
 
@@ -224,10 +220,13 @@ def _say(asked: argparse.Namespace, outcome: Outcome, layouts: Found | None) -> 
     if asked.json:
         print(json.dumps(as_json(outcome, layouts), indent=1))
         return
+    from rich.console import Console
+
     from finetune.report.plan_tables import show
 
-    show_answer(outcome.answer, outcome.lines)
-    show(found, layouts, ways_out(found, layouts) if not found.fits else [], notes)
+    console = Console()
+    show_answer(console, outcome.answer, outcome.lines)
+    show(console, found, layouts, ways_out(found, layouts) if not found.fits else [], notes)
     notes = [*outcome.lines, *notes]
     command = shlex.join(["finetune", *sys.argv[1:]])
     if asked.html or asked.png:

@@ -58,10 +58,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(QUICK, action="store_true", help="measure only a few shapes, to see that it works")
     parser.add_argument("--nvme_path", type=Path, help="a folder on the disk for offloading, to measure that disk")
     asked = parser.parse_args(argv)
-    if "RANK" in os.environ:
-        _rank(asked.out, int(os.environ["RANK"]), asked.ranks, asked.quick, asked.nvme_path)
-    else:
-        calibrate(asked.out, asked.ranks, asked.quick, asked.nvme_path)
+    run_it = _rank if "RANK" in os.environ else calibrate
+    run_it(asked.out, asked.ranks, asked.quick, asked.nvme_path)
 
 
 def calibrate(out: Path, ranks: int = 2, quick: bool = False, nvme_path: Path | None = None) -> None:
@@ -146,36 +144,36 @@ def _reference_seconds(job: Job, layout: str) -> float:
 
 
 def reference(machine: Machine, ranks: int, shape: Mapping[str, int]) -> Job:
-    is_cpu = machine.device == "cpu"
-    half = "bf16" if "bf16" in machine.peak_flops else "fp16" if "fp16" in machine.peak_flops else "fp32"
+    halves = [kind for kind in ("bf16", "fp16") if kind in machine.peak_flops and machine.device != "cpu"]
     return Job(
         model_of({**find_model_config("gptlite-tiny"), **shape}),
         world_size=ranks,
         ranks_per_node=ranks,
         micro_batch=BATCH,
         tokens=shape["max_position_embeddings"],
-        precision="fp32" if is_cpu else half,
-        device="cpu" if is_cpu else "cuda",
+        precision=next(iter(halves), "fp32"),
+        device=machine.torch_device,
     )
 
 
-def _rank(out: Path, rank: int, ranks: int, quick: bool, nvme_path: Path | None) -> None:
+def _rank(out: Path, ranks: int, quick: bool, nvme_path: Path | None) -> None:
+    """What each of the started processes does; the first one writes `out`."""
     os.environ["OMP_NUM_THREADS"] = str(max(1, cores_here() // ranks))  # read on importing torch; torchrun sets 1
     import torch
     from torch import distributed
 
-    is_gpu = torch.cuda.is_available()
-    context = None
+    rank, is_gpu = int(os.environ["RANK"]), torch.cuda.is_available()
+    found: dict[str, Any] = {}
     if is_gpu:
         torch.cuda.set_device(rank)
-        context = _context_bytes()
+        found["context_bytes"] = _context_bytes()
     distributed.init_process_group("nccl" if is_gpu else "gloo")
-    machine = measure(ranks, quick, nvme_path)
-    if context is not None:
-        sources = machine.sources | {"context_bytes": CONTEXT_SOURCE}
-        machine = replace(machine, context_bytes=context, sources=sources)
+    found |= measure(ranks, quick, nvme_path)
     if rank == 0:
-        write_machine(machine, out)
+        base = _base()
+        kept = {name: source for name, source in base.sources.items() if name not in found}
+        sources = kept | dict.fromkeys(found, MEASURED) | ({"context_bytes": CONTEXT_SOURCE} if is_gpu else {})
+        write_machine(replace(base, **found, sources=sources), out)
     distributed.destroy_process_group()
 
 
@@ -188,8 +186,8 @@ def _context_bytes() -> int:
     return max(0, int(total - free - torch.cuda.memory_reserved()))
 
 
-def measure(ranks: int, quick: bool, nvme_path: Path | None) -> Machine:
-    """This machine's profile. Every rank runs the same measurements at the same time."""
+def measure(ranks: int, quick: bool, nvme_path: Path | None) -> dict[str, Any]:
+    """Values of this machine's profile. Every rank runs the same measurements at the same time."""
     import torch
     from torch import distributed
 
@@ -197,37 +195,36 @@ def measure(ranks: int, quick: bool, nvme_path: Path | None) -> Machine:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     budget = rates.Budget(0.002, 2**16, 1) if quick else rates.Budget()
-    meet, base = distributed.barrier, _base(device)
-    products = {kind: rates.product_rates(device, kind, budget, meet) for kind in _precisions(device)}
+    products = {kind: rates.product_rates(device, kind, budget) for kind in _precisions(device)}
     found: dict[str, Any] = {
         # The fastest layer stands for the peak, which is unknown.
         "peak_flops": {kind: max(flops) for kind, flops in products.items()},
         "gemm_efficiency": {kind: statistics.mean(flops) / max(flops) for kind, flops in products.items()},
-        "memory_bandwidth": rates.stream_rate(device, budget, meet),
+        "memory_bandwidth": rates.stream_rate(device, budget),
         "memory_efficiency": 1.0,
         "launch_seconds": links.launch_seconds(device, budget.seconds),
         "host_link": links.host_link(device, budget.seconds),
         **_sizes(device, ranks),
     }
     if ranks > 1:
-        found["intra_node"] = links.ring(device, meet, 2**19 if quick else links.SIZES[-1])
+        found["intra_node"] = links.ring(device, 2**19 if quick else links.SIZES[-1])
     rate = None if quick else links.cpu_adam_rate(budget.elements, budget.seconds)
     if rate:
         found["cpu_adam_parameters_per_second"] = rate * ranks
     if nvme_path:
         disk = links.disk(nvme_path) if distributed.get_rank() == 0 else None  # one per node, not per rank
-        meet()
+        distributed.barrier()
         found |= {"nvme": disk} if disk else {}
-    sources = {key: source for key, source in base.sources.items() if key not in found} | dict.fromkeys(found, MEASURED)
-    return replace(base, **found, sources=sources)
+    return found
 
 
-def _base(device: str) -> Machine:
+def _base() -> Machine:
     """The shipped profile of this device, for values that are not measured."""
     import torch
 
-    is_cpu = device == "cpu"
-    return replace(find_machine("cpu"), name="this CPU") if is_cpu else known_gpu(torch.cuda.get_device_name())
+    if torch.cuda.is_available():
+        return known_gpu(torch.cuda.get_device_name())
+    return replace(find_machine("cpu"), name="this CPU")
 
 
 def known_gpu(name: str) -> Machine:

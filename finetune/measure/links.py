@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import statistics
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,28 +25,25 @@ LAYERS = 12
 TIMES = 9  # runs of a collective, the first of them to warm up
 
 
-def ring(device: str, meet: Callable[[], None], most: int = SIZES[-1]) -> Link:
-    """The latency per step and the bus bandwidth with which a ring's formula fits measured all-reduces best. Ranks wait
-    for each other first, as at a collective in a step."""
-    ranks, points = distributed.get_world_size(), []
+def ring(device: str, most: int = SIZES[-1]) -> Link:
+    """The latency per step and the bus bandwidth with which a ring's formula fits measured all-reduces best."""
+    ranks = distributed.get_world_size()
     steps = 2 * (ranks - 1)
-    for size in [size for size in SIZES if size <= most]:
-        whole = torch.ones(size // 4, device=device)
-        points.append((steps / ranks * size, together(lambda _, whole=whole: distributed.all_reduce(whole), meet)))  # type: ignore[misc]
+    points = [(steps / ranks * size, _all_reduce_seconds(size, device)) for size in SIZES if size <= most]
     latency, bandwidth = fit(points)
     return Link(bandwidth, latency / steps)
 
 
-def together(run: Callable[[int], None], meet: Callable[[], None]) -> float:
-    """Median seconds of `run`, which all ranks must call equally often."""
-    found = []
-    for index in range(TIMES):
-        meet()
+def _all_reduce_seconds(size: int, device: str) -> float:
+    """The median. Ranks wait for each other first, as at a collective in a step."""
+    whole, found = torch.ones(size // 4, device=device), list[float]()
+    for _ in range(TIMES):
+        distributed.barrier()
         start = time.perf_counter()
-        run(index)
+        distributed.all_reduce(whole)
         synchronize()
         found.append(time.perf_counter() - start)
-    return sorted(found[1:])[(TIMES - 1) // 2]
+    return statistics.median_high(found[1:])
 
 
 def fit(points: list[tuple[float, float]]) -> tuple[float, float]:
@@ -61,9 +57,8 @@ def fit(points: list[tuple[float, float]]) -> tuple[float, float]:
 def launch_seconds(device: str, least: float) -> float:
     """The host's seconds per operator of a tape's forward pass, modules and autograd included (on a GPU one of a
     backward pass counts less): measured on a network so small that nothing else takes time."""
-    kind = {"device": device}
-    layers = [nn.LayerNorm(8, **kind), nn.Linear(8, 8, **kind), nn.GELU(), nn.Linear(8, 8, **kind)] * LAYERS
-    network = nn.Sequential(*layers)
+    layers = [nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)] * LAYERS
+    network = nn.Sequential(*layers).to(device)
     x = torch.ones(2, 8, device=device)
 
     def step(_: int) -> None:
@@ -72,7 +67,7 @@ def launch_seconds(device: str, least: float) -> float:
         (x + network(x)).sum().backward()
 
     shapes = {"norm.weight": (8,), "norm.bias": (8,), "up.weight": (8, 8), "up.bias": (8,)}
-    tape = Tape(Numbers(device="cuda" if device != "cpu" else "cpu"), shapes)
+    tape = Tape(Numbers(device=device), shapes)
     with tape.segment("network"):
         value = tape.given(16, needs_grad=True)
         for _ in range(LAYERS):
@@ -97,16 +92,13 @@ def cpu_adam_rate(elements: int, least: float) -> float | None:
 
 def host_link(device: str, least: float) -> Link:
     """Copies from host memory to the device; on a CPU, within host memory."""
-    seconds = []
-    for size in (2**12, 2**24):
-        here = torch.ones(size // 4, pin_memory=device != "cpu")
-        there = torch.empty(size // 4, device=device)
+    latency, seconds = (_copy_seconds(size, device, least) for size in (2**12, 2**24))
+    return Link(2**24 / seconds, latency)
 
-        def send(_: int, here: Any = here, there: Any = there) -> None:
-            there.copy_(here, non_blocking=True)
 
-        seconds.append(seconds_of(send, least))
-    return Link(2**24 / seconds[1], seconds[0])
+def _copy_seconds(size: int, device: str, least: float) -> float:
+    here, there = torch.ones(size // 4, pin_memory=device != "cpu"), torch.empty(size // 4, device=device)
+    return seconds_of(lambda _: there.copy_(here, non_blocking=True), least)
 
 
 def disk(folder: Path) -> Nvme | None:
@@ -128,11 +120,9 @@ def _disk_rate(path: Path, way: int) -> float:
     buffer.write(os.urandom(DISK_BLOCK))
     handle = os.open(path, way | getattr(os, "O_DIRECT", 0) | os.O_NOFOLLOW)
     with open(handle, "wb" if way == os.O_WRONLY else "rb", 0) as file:
+        move = file.write if way == os.O_WRONLY else file.readinto
         start = time.perf_counter()
         for _ in range(DISK_BYTES // DISK_BLOCK):
-            if way == os.O_WRONLY:
-                file.write(buffer)
-            else:
-                file.readinto(buffer)
+            move(buffer)
         os.fsync(handle)
         return DISK_BYTES / (time.perf_counter() - start)

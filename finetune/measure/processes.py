@@ -9,7 +9,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,14 @@ def run(command: Sequence[str], log: Path, patience: float) -> Outcome:
 @contextmanager
 def all_ended() -> Iterator[dict[str, str]]:
     """Yields a mark for the environment. However the block ends, SIGTERM included, no process with the mark is left."""
+
+    def leave(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)  # otherwise SIGTERM would end this process but not those it started
+
     mark = uuid.uuid4().hex
-    with _sigterm_raises():
+    with ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():  # no other can set handlers
+            stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, leave))
         try:
             yield {MARK: mark}
         finally:
@@ -67,21 +73,3 @@ def all_ended() -> Iterator[dict[str, str]]:
                     with suppress(psutil.Error):
                         end(member)
                 psutil.wait_procs(members, GRACE_SECONDS)
-
-
-@contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Turns SIGTERM into SystemExit: otherwise it would end this process but not those it started. Only the main thread
-    can set handlers."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, _: Any) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -8,10 +8,10 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
+from torch import distributed
 from torch.nn import functional
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -62,7 +62,7 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def product_rates(device: str, precision: str, budget: Budget, meet: Callable[[], None]) -> list[float]:
+def product_rates(device: str, precision: str, budget: Budget) -> list[float]:
     """FLOP/s of each layer: of its forward pass and of both gradients."""
     kind: dict[str, Any] = {"dtype": DTYPES[precision], "device": device}
     ways: tuple[Callable[[Any, Any, Any], Any], ...] = (
@@ -74,28 +74,21 @@ def product_rates(device: str, precision: str, budget: Budget, meet: Callable[[]
     for m, n, k in LAYERS[device][: budget.layers]:
         many = max(2, COLD_BYTES // (DTYPES[precision].itemsize * (m * k + n * k + m * n)))
         sets = [(torch.randn(m, k, **kind), torch.randn(n, k, **kind), torch.randn(m, n, **kind)) for _ in range(many)]
-        seconds = 0.0
-        for way in ways:
-            meet()
-            run = partial(_turn, way, sets)
-            seconds += seconds_of(run, budget.seconds, CALLS[device])
+        seconds = sum(_seconds_in_turn(way, sets, device, budget) for way in ways)
         found.append(len(ways) * 2 * m * n * k / seconds)
     return found
 
 
-def _turn(way: Callable[[Any, Any, Any], Any], sets: Sequence[tuple[Any, Any, Any]], index: int) -> Any:
-    return way(*sets[index % len(sets)])
-
-
-def stream_rate(device: str, budget: Budget, meet: Callable[[], None]) -> float:
+def stream_rate(device: str, budget: Budget) -> float:
     """Bytes per second that operators on fp32 read and write: the geometric mean."""
     elements = budget.elements * (1 if device == "cpu" else GPU_TIMES)
-    tensors = [
-        torch.randn(elements // WIDTH, WIDTH, device=device) for _ in range(max(2, COLD_BYTES // (4 * elements)))
-    ]
-    found = []
-    for run in OPERATORS:
-        meet()
-        seconds = seconds_of(lambda index, run=run: run(tensors[index % len(tensors)]), budget.seconds, CALLS[device])  # type: ignore[misc]
-        found.append(2 * 4 * elements / seconds)
-    return statistics.geometric_mean(found)
+    many = max(2, COLD_BYTES // (4 * elements))
+    sets = [(torch.randn(elements // WIDTH, WIDTH, device=device),) for _ in range(many)]
+    each = [_seconds_in_turn(run, sets, device, budget) for run in OPERATORS]
+    return statistics.geometric_mean(2 * 4 * elements / seconds for seconds in each)
+
+
+def _seconds_in_turn(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]], device: str, budget: Budget) -> float:
+    """Seconds of `run` on one set of operands after the other, begun by all ranks at once."""
+    distributed.barrier()
+    return seconds_of(lambda index: run(*sets[index % len(sets)]), budget.seconds, CALLS[device])

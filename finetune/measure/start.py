@@ -41,14 +41,13 @@ class Measured:
 def attempt(job: Job, config: dict[str, Any] | None, steps: int = 5) -> Measured | str:
     """`measure` in a temporary folder. If the run fails, the folder is kept, and the returned reason names its log."""
     folder = Path(tempfile.mkdtemp(prefix="finetune-trial-"))
-    keeps = False
+    got: Measured | str | None = None
     try:
         got = measure(job, config, folder, steps)
-        keeps = isinstance(got, str)
     finally:
         for name in ("nvme", "run"):  # as large as the model
             shutil.rmtree(folder / name, ignore_errors=True)
-        if not keeps:
+        if not isinstance(got, str):
             shutil.rmtree(folder, ignore_errors=True)
     return f"{got} (its log: {folder / 'log.txt'})" if isinstance(got, str) else got
 
@@ -88,18 +87,17 @@ def arguments(job: Job, config: dict[str, Any] | None, folder: Path, steps: int,
         "fp16": job.precision == "fp16",
         "deepspeed": "none",
     }
-    if job.checkpoint_interval:
-        flags["activation_checkpoint_interval"] = job.checkpoint_interval
-    if job.checkpoints_on_host:
-        flags["activation_checkpointing_kwargs"] = json.dumps({"offload": True})
-    if job.document_mask:
-        flags["document_mask"] = True
-    if job.engine == FSDP:
-        flags["fsdp"] = True
+    optional = {
+        "activation_checkpoint_interval": job.checkpoint_interval,
+        "activation_checkpointing_kwargs": json.dumps({"offload": True}) if job.checkpoints_on_host else None,
+        "document_mask": job.document_mask,
+        "fsdp": job.engine == FSDP,
+        "adapter": None if job.model.lora is None else json.dumps(_adapter(job.model.lora, job.dtype)),
+        "optim": _optim(job, config),
+    }
+    flags |= {name: value for name, value in optional.items() if value}
     grouped = {"sequence_parallel_size": 1, "expert_parallel_size": 1, "tiled_mlp_num_shards": 0}
     flags |= {name: getattr(job, name) for name, usual in grouped.items() if getattr(job, name) != usual}
-    if job.model.lora is not None:
-        flags["adapter"] = json.dumps(_adapter(job.model.lora, job.dtype))
     if job.engine == PIPELINE:
         flags |= {"pipeline_parallel_size": job.stages, "partition_method": job.partition_method}
     if config is not None:
@@ -107,8 +105,6 @@ def arguments(job: Job, config: dict[str, Any] | None, folder: Path, steps: int,
         (folder / "ds.json").write_text(json.dumps(config, indent=2))
         flags |= {"deepspeed": folder / "ds.json", "max_grad_norm": job.zero.gradient_clipping}
         flags |= {"nvme_path": folder / "nvme"} if wants_disk(config) else {}
-    if optim := _optim(job, config):
-        flags["optim"] = optim
     return words(flags | more)
 
 

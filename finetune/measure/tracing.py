@@ -218,11 +218,8 @@ def _recordings(
 
 
 def _op(runs: list[dict[str, Any]], head: str, unit: int) -> dict[str, Any]:
-    op = runs[0]
-    gemms = [
-        [fitted([run["gemms"][at][side] for run in runs], head, unit) for side in range(4)]
-        for at in range(len(op["gemms"]))
-    ]
+    op, products = runs[0], zip(*(run["gemms"] for run in runs), strict=True)
+    gemms = [[fitted([*sides], head, unit) for sides in zip(*product, strict=True)] for product in products]
     found = {**op, "gemms": gemms}
     return found | {name: fitted([run[name] for run in runs], head, unit) for name in ("times", "back") if name in op}
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from finetune.errors import listed
 from finetune.report.published import BASE
 from finetune.report.run_folder import read_json, read_lines, read_text, without_secrets
 from finetune.report.text import as_dict, as_list, as_number, gib
@@ -144,14 +145,11 @@ class Bench:
 
     def facts(self, key: str) -> list[str]:
         """The rows' `versions`, `machine` or the like: one text, or several if they differ."""
-        return self._said(row.get(key) for cell in self.cells for row in cell.rows)
+        return _facts(row.get(key) for cell in self.cells for row in cell.rows)
 
     @property
     def measured_by(self) -> list[str]:
-        return self._said(_memory(row).get("measured_by") for cell in self.cells for row in cell.done)
-
-    def _said(self, values: Iterable[Any]) -> list[str]:
-        return list(dict.fromkeys(_fact(value) for value in values if value))
+        return _facts(_memory(row).get("measured_by") for cell in self.cells for row in cell.done)
 
     def base(self, cell: Cell) -> Cell | None:
         """The DDP cell of the same setting, without checkpointing; with the same micro-batch if possible."""
@@ -183,20 +181,20 @@ def cells_of(rows: Iterable[Mapping[str, Any]]) -> list[Cell]:
 def read_bench(folder: Path, name: str) -> Bench:
     """Never raises for the folder's content; problems go into `notes`."""
     notes = list[str]()
-    rows = read_lines(folder / RESULTS, notes)
+    rows = read_lines(folder, RESULTS, notes)
     named = [without_secrets(row) for row in rows if isinstance(row.get("cell"), str)]
     if len(named) < len(rows):
         notes.append(f"{RESULTS}: {len(rows) - len(named)} rows without a cell were skipped.")
     cells = cells_of(named)
     if not cells:
         notes.append(f"{RESULTS}: there are no results yet.")
-    grid = without_secrets(read_json(folder / GRID, notes))
+    grid = without_secrets(read_json(folder, GRID, notes))
     had = {cell.name for cell in cells}
     due = [cell for cell in as_list(grid.get("cells")) if isinstance(cell, str) and cell not in had]
     if due and cells:
-        shown = ", ".join(due[:SHOWN]) + (f" and {len(due) - SHOWN} more" if len(due) > SHOWN else "")
-        notes.append(f"Not run yet (`--resume` runs them): {shown}.")
-    grids = {path.name: text for path in sorted(folder.glob("*.yaml")) if (text := read_text(path, notes))}
+        notes.append(f"Not run yet (`--resume` runs them): {listed(due, SHOWN)}.")
+    files = sorted(path.name for path in folder.glob("*.yaml"))
+    grids = {file: text for file in files if (text := read_text(folder, file, notes))}
     return Bench(name, folder, cells, _fact(grid.get("scale") or ""), grids, notes)
 
 
@@ -220,6 +218,10 @@ def _median(values: Sequence[float]) -> float | None:
 
 def numbers(found: Any) -> list[float]:
     return [value for one in as_list(found) if (value := as_number(one)) is not None]
+
+
+def _facts(values: Iterable[Any]) -> list[str]:
+    return list(dict.fromkeys(_fact(value) for value in values if value))
 
 
 def _fact(value: Any) -> str:

@@ -9,7 +9,7 @@ from finetune.report.charts import Bar, bars
 from finetune.report.curves import HEIGHT, WIDTH
 from finetune.report.plan_pictures import by_kind, kind_legend
 from finetune.report.run_pictures import shown_ranks
-from finetune.report.shapes import ACCENT, MUTED, Picture, Scale, colour_of
+from finetune.report.shapes import ACCENT, MUTED, Dot, Line, Picture, Scale, colour_of
 from finetune.report.text import number, shortened, unit_for
 
 MOST_RANKS = 4  # shown per cell, each with its bar
@@ -98,9 +98,9 @@ def planned_against_measured(bench: Bench, what: str, title: str) -> Picture | N
     across, up = Scale(low, high, 52, WIDTH - 12, is_log=True), Scale(low, high, y + HEIGHT * 1.3, y, is_log=True)
     picture.ticks_left(up, across, f"measured, {words}")
     picture.ticks_below(across, up.end, up.start, f"planned, {words}")
-    picture.line(((across(low), up(low)), (across(high), up(high))), MUTED, 1.2, dashed=True)
+    picture.add(Line(((across(low), up(low)), (across(high), up(high))), MUTED, 1.2, dashed=True))
     for cell, planned, measured in found:
         says = f"{cell.name}: planned {number(planned)}, measured {number(measured)}, {planned / measured:.2f}x"
-        picture.dot(across(planned), up(measured), colour_of(models.index(cell.model)), says, 4.5)
+        picture.add(Dot(across(planned), up(measured), colour_of(models.index(cell.model)), says, 4.5))
     picture.height = picture.paragraph(alt, up.start + 48, MUTED) - 8
     return picture

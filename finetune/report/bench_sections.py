@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune.report.bench import Bench, Cell, numbers, paired
+from finetune.report.bench import DONE, Bench, Cell, numbers, paired
 from finetune.report.bench_pictures import (
     cell_words,
     kind_memory,
@@ -15,7 +15,7 @@ from finetune.report.page import Block, Curves, Section, drawn
 from finetune.report.published import AVERAGE_MEMORY, Published, ratios, study
 from finetune.report.shapes import Point, colour_of
 from finetune.report.table import Table
-from finetune.report.text import fixed, number, ratio, said, unit_for
+from finetune.report.text import fixed, number, ratio, said, spelled, unit_for
 
 FIGURES = (
     "Values are medians over the repeats; the spread is half of their range. x DDP: throughput relative to DDP with "
@@ -60,7 +60,7 @@ def _summary_table(bench: Bench) -> Table:
             number(cell.final_loss), cell.model, cell.layout, cell.word("world_size"), cell.word("micro_batch"),
         ))  # fmt: skip
     table = Table("All cells", columns, tuple(rows), texts=("model", "layout", "status"))
-    return table.without(name for name, column in zip(columns, zip(*rows, strict=True), strict=True) if not any(column))
+    return table.unusual(dict.fromkeys(columns, ""))
 
 
 def _throughput(bench: Bench) -> list[Block]:
@@ -161,7 +161,7 @@ def _beside(bench: Bench, one: Published) -> tuple[str, ...]:
 def _failures(bench: Bench) -> list[Block]:
     rows = tuple(
         (cell.name, said(row.get("repeat")), said(row.get("status")), said(row.get("reason")), said(row.get("log")))
-        for cell in bench.cells for row in cell.rows if row.get("status") != "done"
+        for cell in bench.cells for row in cell.rows if row.get("status") != DONE
     )  # fmt: skip
     columns = ("cell", "repeat", "status", "reason", "log")
     table = Table("Not measured, and why", columns, rows, texts=columns[2:], folding=("reason",))
@@ -170,7 +170,7 @@ def _failures(bench: Bench) -> list[Block]:
 
 def _made(bench: Bench) -> list[Block]:
     """How the benchmark was made. `started` is when the first repeat started."""
-    facts = [(key.replace("_", " "), " | ".join(found)) for key in ("machine", "versions", "git_revision")
+    facts = [(spelled(key), " | ".join(found)) for key in ("machine", "versions", "git_revision")
              if (found := bench.facts(key))]  # fmt: skip
     if scales := bench.facts("scale") or ([bench.scale] if bench.scale else []):
         facts.append(("scale of the models", " | ".join(scales)))

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from finetune.report.shapes import ACCENT, GRID, INK, LIMIT, MUTED, NORMAL, SMALL, Picture, Scale, Word, letters
+from finetune.report.shapes import ACCENT, GRID, INK, LIMIT, MUTED, SMALL, Box, Line, Picture, Scale, Word, letters
 from finetune.report.text import as_counts, as_list, shortened
 
 OFF_SCALE = 5.0  # times the longest bar; drawing a limit beyond that would make the bars too small to read
-BOLD = 1.12  # times as wide
+BOLD, HEADING = 1.12, 12.0  # times as wide; pixels
 MOST_CLASSES = 40  # of a confusion matrix on a page; with more, cells are too small to see
 CELL, LONG_LABEL = 34.0, 20  # pixels, letters
 Legend = Sequence[tuple[str, str]]  # names and their colours
@@ -37,35 +37,35 @@ def bars(picture: Picture, rows: Sequence[Bar], words: str, legend: Legend = (),
     y = picture.legend(legend, 0) + 6 if legend else 2.0
     most = max((value for row in rows for value in (row.length, *row.ends)), default=0.0)
     off_scale = limit is not None and limit[0] > OFF_SCALE * most
-    labels = max(letters(row.name, SMALL) for row in rows) + 10
+    labels = max(letters(row.name) for row in rows) + 10
     above = labels > 0.38 * picture.width  # then names go above their bars
-    right = picture.width - max(letters(row.says, SMALL) for row in rows) * BOLD - 10
+    right = picture.width - max(letters(row.says) for row in rows) * BOLD - 10
     end = max(most, limit[0]) if limit and not off_scale else most
     scale = Scale(0, end or 1.0, 4.0 if above else labels, right)
     at = scale(limit[0]) if limit and not off_scale else picture.width
     if limit:
         told = limit[1] + (f": off the scale, {limit[0] / most:,.0f}x" if off_scale and most else "")
-        picture.word(at, y + 10, told, "end" if at > picture.width / 2 else "start", LIMIT, bold=True)
+        picture.add(Word(at, y + 10, told, "end" if at > picture.width / 2 else "start", LIMIT, bold=True))
         y += 16
     top = y
     for group, some in groupby(rows, key=lambda row: row.group):
         if group:
-            kept = shortened(group, int(picture.width / BOLD / letters("x", NORMAL)))
-            picture.word(0, y + 13, kept, size=NORMAL, bold=True)
+            kept = shortened(group, int(picture.width / BOLD / letters("x", HEADING)))
+            picture.add(Word(0, y + 13, kept, size=HEADING, bold=True))
             y += 19
         for row in some:
-            name = shortened(row.name, int(picture.width / letters("x", SMALL)) - 1)
+            name = shortened(row.name, int(picture.width / letters("x")) - 1)
             if above:
-                picture.word(4, y + 12, name)
+                picture.add(Word(4, y + 12, name))
                 y += 17
             else:
-                picture.word(labels - 6, y + 13, name, "end", MUTED)
+                picture.add(Word(labels - 6, y + 13, name, "end", MUTED))
             _bar(picture, scale, y, row)
             y += 23
         y += 4 * bool(group)
     picture.ticks_below(scale, top, y, words)
     if limit and not off_scale:
-        picture.line(((at, top), (at, y)), LIMIT, 2, dashed=True)
+        picture.add(Line(((at, top), (at, y)), LIMIT, 2, dashed=True))
     picture.height = y + 34
     return picture
 
@@ -75,15 +75,15 @@ def _bar(picture: Picture, scale: Scale, y: float, row: Bar) -> None:
     for length, colour, says in row.parts:
         x, end = scale(below), scale(below + length)
         gap = 1.0 if end - x > 3 and len(row.parts) > 1 else 0.0  # background between two colors
-        picture.box(x, y, max(end - x - gap, 0.4), 17, colour, says)
+        picture.add(Box(x, y, max(end - x - gap, 0.4), 17, colour, says))
         below += length
     if len(row.ends) > 1:
         low, high, middle = scale(min(row.ends)), scale(max(row.ends)), y + 8.5
-        picture.line(((low, middle), (high, middle)), INK, 1.2)
+        picture.add(Line(((low, middle), (high, middle)), INK, 1.2))
         for x in (low, high):
-            picture.line(((x, middle - 4), (x, middle + 4)), INK, 1.2)
+            picture.add(Line(((x, middle - 4), (x, middle + 4)), INK, 1.2))
     beyond = scale(max((row.length, *row.ends))) + 5
-    picture.word(beyond, y + 13, row.says, colour=INK if row.parts else LIMIT, bold=True)
+    picture.add(Word(beyond, y + 13, row.says, colour=INK if row.parts else LIMIT, bold=True))
 
 
 class Piece(NamedTuple):
@@ -102,13 +102,12 @@ def timeline(picture: Picture, rows: Mapping[str, Sequence[Piece]], until: float
     y = top = picture.legend(legend, 0) + 6
     across = Scale(0, until or 1.0, 52, picture.width - 6)
     for name, pieces in rows.items():
-        picture.word(0, y + 15, shortened(name, 8))
-        picture.box(across.start, y, across.end - across.start, 21, GRID)
+        picture.add(Word(0, y + 15, shortened(name, 8)), Box(across.start, y, across.end - across.start, 21, GRID))
         for start, end, colour, says, text in pieces:
             x, size = across(start), across(min(end, until)) - across(start)
-            picture.box(x, y, max(size - (0.6 if size > 3 else 0.0), 0.4), 21, colour, says)
-            if text and size > letters(text, SMALL) + 3:
-                picture.word(x + size / 2, y + 15, text, "middle", "#ffffff")
+            picture.add(Box(x, y, max(size - (0.6 if size > 3 else 0.0), 0.4), 21, colour, says))
+            if text and size > letters(text) + 3:
+                picture.add(Word(x + size / 2, y + 15, text, "middle", "#ffffff"))
         y += 26
     picture.ticks_below(across, top, y, words)
     picture.height = y + 34
@@ -124,16 +123,16 @@ def confusion_picture(found: dict[str, Any], width: float, most: int = MOST_CLAS
     right, whole = sum(row[index] for index, row in enumerate(counts)), sum(map(sum, counts))
     alt = f"{right:,} of {whole:,} are correct; rows are true labels, columns predicted ones."
     numbered = [f"{place} {name}" for place, name in enumerate(names, 1)]
-    left, top = min(max(letters(name, SMALL) for name in numbered) + 10, width * 0.38), 34.0
+    left, top = min(max(letters(name) for name in numbered) + 10, width * 0.38), 34.0
     cell = min(CELL, (width - left - 2) / len(names))
     gap, side, every = 1.0 if cell > 6 else 0.0, cell * len(names), 1 if cell >= 14 else max(5, round(30 / cell))
     picture = Picture("True labels against predicted ones", alt, width, top + side + 6)
     words = [Word(left, 12, "predicted, numbered like the rows", colour=MUTED)]
-    picture.box(left, top, side, side, GRID, opacity=0.5)
+    picture.add(Box(left, top, side, side, GRID, opacity=0.5))
     for row, name in enumerate(numbered):
         y, total = top + cell * row, sum(counts[row]) or 1
         if cell >= 9 or row % every == every - 1:
-            kept = shortened(name, max(int((left - 8) / letters("x", SMALL)), 6))
+            kept = shortened(name, max(int((left - 8) / letters("x")), 6))
             words.append(Word(left - 6, y + cell / 2 + 4, kept, "end"))
         if row % every == every - 1:
             size = min(SMALL, max(cell * 0.7, 7.0))
@@ -142,9 +141,9 @@ def confusion_picture(found: dict[str, Any], width: float, most: int = MOST_CLAS
             if count:
                 x, share = left + cell * column, count / total
                 says = f"{names[row]} predicted as {names[column]}: {count:,}, {share:.0%}"
-                picture.box(x, y, cell - gap, cell - gap, ACCENT, says, 0.15 + 0.55 * share)
+                picture.add(Box(x, y, cell - gap, cell - gap, ACCENT, says, 0.15 + 0.55 * share))
                 size = min(SMALL, cell * 0.8 / letters("x" * max(len(str(count)), 2), 1.0))
                 if size >= 6:
                     words.append(Word(x + cell / 2 - 0.5, y + cell / 2 + size * 0.35, str(count), "middle", INK, size))
-    picture.shapes += words
+    picture.add(*words)
     return picture

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from finetune.report.shapes import SMALL, Picture, Point, Scale, letters, shortly
+from finetune.report.shapes import Dot, Line, Picture, Point, Scale, letters, shortly
 from finetune.report.text import number, shortened
 
 STEP, TOKENS, SAMPLES, SECONDS = "step", "tokens", "samples", "time"
@@ -58,10 +58,11 @@ def draw(panel: Panel, axis: str, width: float = WIDTH, *, with_key: bool = Fals
     for place, curve in enumerate(panel.curves):
         # Later curves are thinner, so that each of several identical ones is visible.
         above = sum(other.dashed == curve.dashed for other in panel.curves[place + 1 :])
-        extra = min(EXTRA * above, MOST_EXTRA)
-        _add(picture, curve, curve.points[axis], across, up, each, extra)
-        if dotted or len(curve.points[axis]) <= FEW:
-            _dots(picture, curve, curve.points[axis], across, up)
+        points = curve.points[axis]
+        _add(picture, curve, points, across, up, each, min(EXTRA * above, MOST_EXTRA))
+        radius = 3.0 if curve.dashed or len(points) == 1 else 2.0
+        for x, y in points if dotted or len(points) <= FEW else ():
+            picture.add(Dot(across(x), up(y), curve.colour, f"{curve.name}: {number(y)} at {number(x)}", radius))
     picture.height = up.start + 34
     return picture
 
@@ -77,7 +78,7 @@ def _scales(panel: Panel, axis: str, top: float, width: float) -> tuple[Scale, S
         start = 0.0
     bottom = low if low == 0 else low - room
     up = Scale(bottom, high + room, top + HEIGHT, top)
-    left = 8 + max(letters(shortly(value), SMALL) for value in (*up.ticks(4), 1000))
+    left = 8 + max(letters(shortly(value)) for value in (*up.ticks(4), 1000))
     if start == end:
         start, end = min(0.0, start), max(end, start + 1)
     return Scale(start, end, left, width - 12), up
@@ -93,17 +94,10 @@ def _add(picture: Picture, curve: Curve, points: Sequence[Point], across: Scale,
     is_dense = len(points) > each
     if is_dense:
         lowest, highest = envelope(points, max(each // 2, 24))
-        picture.line((*placed(lowest), *reversed(placed(highest))), curve.colour, opacity=0.25, filled=True)
+        picture.add(Line((*placed(lowest), *reversed(placed(highest))), curve.colour, opacity=0.25, filled=True))
     if len(points) > 1:
         shown = smoothed(points, max(each // 4, 12)) if is_dense else points
-        picture.line(placed(shown), curve.colour, (2 if is_dense else 1.8) + extra, curve.dashed)
-
-
-def _dots(picture: Picture, curve: Curve, points: Sequence[Point], across: Scale, up: Scale) -> None:
-    """Draw dots that show their values on hover."""
-    radius = 3.0 if curve.dashed or len(points) == 1 else 2.0
-    for x, y in points:
-        picture.dot(across(x), up(y), curve.colour, f"{curve.name}: {number(y)} at {number(x)}", radius)
+        picture.add(Line(placed(shown), curve.colour, (2 if is_dense else 1.8) + extra, curve.dashed))
 
 
 def _said(curve: Curve, axis: str) -> str:

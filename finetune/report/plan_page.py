@@ -16,7 +16,7 @@ from finetune.report.plan_tables import host_table, layout_table, memory_table, 
 from finetune.report.plan_words import fills_host, headline, more_words, rank_kinds, verdict
 from finetune.report.shapes import INK, LIMIT, WIDE, Word, folded
 from finetune.report.table import Table
-from finetune.report.text import gib, number, seconds_words
+from finetune.report.text import gib, number, seconds_words, spelled
 
 if TYPE_CHECKING:
     from finetune.plan.plan import Plan
@@ -94,4 +94,4 @@ def _profile(plan: Plan) -> list[tuple[str, str]]:
         "fragmentation": f"{machine.fragmentation:.1%}; ",
         "memory_bandwidth": f"{machine.memory_bandwidth / 1e9:,.0f} GB/s; ",
     }
-    return [(name.replace("_", " "), values.get(name, "") + source) for name, source in machine.sources.items()]
+    return [(spelled(name), values.get(name, "") + source) for name, source in machine.sources.items()]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from finetune.plan.schedule import BACKWARD, FORWARD, IDLE, RECEIVE, SEND, Schedule
 from finetune.report.charts import OFF_SCALE, Bar, Piece, bars, timeline
 from finetune.report.plan_words import COLOURS, in_order, moment_words, rank_kinds
-from finetune.report.shapes import ACCENT, GRID, INK, LIMIT, MUTED, SMALL, Picture, Point, Scale, letters
+from finetune.report.shapes import ACCENT, GRID, INK, LIMIT, MUTED, Box, Dot, Line, Picture, Point, Scale, Word, letters
 from finetune.report.text import GIB, Unit, gib, number, seconds_words, spelled
 
 if TYPE_CHECKING:
@@ -71,22 +71,22 @@ def memory_over_time(plan: Plan, width: float) -> Picture:
     at = 0
     for phase, run in groupby(steps, key=lambda step: step[0]):
         count = len(list(run))
-        picture.box(across(at), y, across(at + count) - across(at), 200, PHASES.get(phase, OTHER), phase, 0.16)
+        picture.add(Box(across(at), y, across(at + count) - across(at), 200, PHASES.get(phase, OTHER), phase, 0.16))
         at += count
     picture.ticks_left(up, across, "GiB")
     points = [(across(0), up(rank.resident_bytes / GIB))]
     for index, (_, _, size) in enumerate(steps):
         points += [(across(index + 0.5), points[-1][1]), (across(index + 0.5), up(size / GIB))]
-    picture.line((*points, (across(len(steps)), points[-1][1])), INK, 1.6 if 4 * len(steps) < width else 0.8)
+    picture.add(Line((*points, (across(len(steps)), points[-1][1])), INK, 1.6 if 4 * len(steps) < width else 0.8))
     place = peak_index(rank)
     x, height, words = across(place + 0.5), up(peak.bytes / GIB), f"peak {gib(peak.bytes)} GiB: {moment_words(peak)}"
-    picture.line(((x, up(steps[place][2] / GIB)), (x, height)), ACCENT, 1.2, dashed=True)
-    picture.dot(x, height, ACCENT, words)
+    picture.add(Line(((x, up(steps[place][2] / GIB)), (x, height)), ACCENT, 1.2, dashed=True))
+    picture.add(Dot(x, height, ACCENT, words))
     if not off_scale:
-        picture.line(((across.start, up(limit)), (across.end, up(limit))), LIMIT, 2, dashed=True)
+        picture.add(Line(((across.start, up(limit)), (across.end, up(limit))), LIMIT, 2, dashed=True))
         says = f"limit {gib(plan.limit_bytes)} GiB"
-        picture.word(across.start + 4, up(limit) - 4, says, colour=LIMIT, bold=True)
-    picture.word(0, y + 222, "parts of the model, in the order in which they run", colour=MUTED)
+        picture.add(Word(across.start + 4, up(limit) - 4, says, colour=LIMIT, bold=True))
+    picture.add(Word(0, y + 222, "parts of the model, in the order in which they run", colour=MUTED))
     picture.height = picture.paragraph(words, y + 240, ACCENT, bold=True) - 8
     return picture
 
@@ -137,7 +137,7 @@ def throughput(found: Found, plan: Plan, width: float) -> Picture:
     picture.ticks_left(up, across, "samples/s" + (", not from 0" if up.low else ""))
     picture.ticks_below(across, up.end, up.start, "GiB at the peak")
     if not off_scale:
-        picture.line(((across(limit), up.start), (across(limit), up.end)), LIMIT, 2, dashed=True)
+        picture.add(Line(((across(limit), up.start), (across(limit), up.end)), LIMIT, 2, dashed=True))
     _dots(picture, found, ahead, across, up)
     y += 276
     for place, one in enumerate(ahead, 1):
@@ -157,14 +157,14 @@ def _dots(picture: Picture, found: Found, ahead: list[Candidate], across: Scale,
     for one in found.failing:
         held = one.plan.peak_bytes / GIB
         x = across(min(held, across.high)) - 5 * (held > across.high)
-        picture.dot(x, up(one.samples_per_second), LIMIT, f"{one.words}: {one.why_not}", hollow=True)
+        picture.add(Dot(x, up(one.samples_per_second), LIMIT, f"{one.words}: {one.why_not}", hollow=True))
     points = [(across(c.plan.peak_bytes / GIB), up(c.samples_per_second)) for c in ahead]
     stairs = [p for a, b in pairwise(points) for p in (a, (b[0], a[1]))] + points[-1:]
-    picture.line(tuple(stairs), ACCENT, 1.2)
+    picture.add(Line(tuple(stairs), ACCENT, 1.2))
     for one in found.fitting:
         colour, radius = (ACCENT, 4.5) if one in ahead else (MUTED, 3.5)
         x, y = across(one.plan.peak_bytes / GIB), up(one.samples_per_second)
-        picture.dot(x, y, colour, _described(one), radius)
+        picture.add(Dot(x, y, colour, _described(one), radius))
     _numbers(picture, points)
 
 
@@ -184,7 +184,7 @@ def _numbers(picture: Picture, points: list[Point]) -> None:
     for group in groups:
         text = str(group[0] + 1) + (f"-{group[-1] + 1}" if len(group) > 1 else "")
         x, y = min(points[index][0] for index in group), min(points[index][1] for index in group)
-        picture.word(x - 2, y - 8, text, "end" if len(group) > 1 else "middle", ACCENT, SMALL, bold=True)
+        picture.add(Word(x - 2, y - 8, text, "end" if len(group) > 1 else "middle", ACCENT, bold=True))
 
 
 def front(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -207,21 +207,21 @@ def scaling_curve(points: Sequence[tuple[int, float, float]], width: float) -> P
     up = Scale(min(rates) / 2.5, max(rates) * 1.3, y + 220, y, is_log=True)
     picture.ticks_left(up, across, "samples/s")
     for ranks, _, _ in points:
-        picture.line(((across(ranks), up.start), (across(ranks), up.start + 4)), MUTED, 1)
+        picture.add(Line(((across(ranks), up.start), (across(ranks), up.start + 4)), MUTED, 1))
     shown = -1e9
     for ranks, _, _ in points:
-        if across(ranks) - shown > letters(f"{ranks:,}", SMALL) + 10:
+        if across(ranks) - shown > letters(f"{ranks:,}") + 10:
             shown = across(ranks)
-            picture.word(shown, up.start + 17, f"{ranks:,}", "middle", MUTED)
-    picture.line(tuple((across(n), up(ideal)) for n, _, ideal in points), MUTED, 1.5, dashed=True)
-    picture.line(tuple((across(n), up(rate)) for n, rate, _ in points), ACCENT, 2)
+            picture.add(Word(shown, up.start + 17, f"{ranks:,}", "middle", MUTED))
+    picture.add(Line(tuple((across(n), up(ideal)) for n, _, ideal in points), MUTED, 1.5, dashed=True))
+    picture.add(Line(tuple((across(n), up(rate)) for n, rate, _ in points), ACCENT, 2))
     shown = -1e9
     for ranks, rate, ideal in points:
         x, says = across(ranks), f"{ranks:,} ranks: {number(rate)} samples/s, {rate / ideal:.0%} of the ideal"
-        picture.dot(x, up(rate), ACCENT, says)
+        picture.add(Dot(x, up(rate), ACCENT, says))
         if x - shown > 40:
             shown = x
-            picture.word(x + 4, up(rate) + 17, f"{rate / ideal:.0%}", colour=ACCENT, bold=True)
-    picture.word(0, up.start + 34, "ranks; at the dots, percent of the ideal", colour=MUTED)
+            picture.add(Word(x + 4, up(rate) + 17, f"{rate / ideal:.0%}", colour=ACCENT, bold=True))
+    picture.add(Word(0, up.start + 34, "ranks; at the dots, percent of the ideal", colour=MUTED))
     picture.height = up.start + 42
     return picture

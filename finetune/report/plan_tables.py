@@ -18,7 +18,7 @@ from finetune.report.plan_words import (
     rank_kinds,
     verdict,
 )
-from finetune.report.table import Table, print_table
+from finetune.report.table import Table, print_table, say
 from finetune.report.text import GIB, gib, number, seconds_words, spelled
 
 if TYPE_CHECKING:
@@ -34,28 +34,25 @@ PEAK, OF_LIMIT, STEP, RATE, RELATIVE = "peak GiB", "of limit", "step s", "sample
 WHY = "why slower, per sample"
 
 
-def show(plan: Plan, found: Found | None = None, mends: Sequence[Candidate] = (), notes: Sequence[str] = (),
-         console: Console | None = None) -> None:  # fmt: skip
+def show(console: Console, plan: Plan, found: Found | None = None, mends: Sequence[Candidate] = (),
+         notes: Sequence[str] = ()) -> None:  # fmt: skip
     """Print everything. `mends`: candidates that would fit, if the plan does not."""
-    from rich.console import Console
-
-    console = console or Console()
-    _say(console, verdict(plan), "bold green" if plan.fits else "bold red")
+    say(console, verdict(plan), "bold green" if plan.fits else "bold red")
     for mend in mends:
         peak, rate = gib(mend.plan.peak_bytes), number(mend.samples_per_second)
-        _say(console, f"  fits with {mend.layout}: {peak} GiB, {rate} samples/s")
-    _say(console, headline(plan))
+        say(console, f"  fits with {mend.layout}: {peak} GiB, {rate} samples/s")
+    say(console, headline(plan))
     table, left_out = memory_table_that_fits(plan, console.width)
     print_table(console, table)
     if left_out:
         print_table(console, summary_table(plan))
     for name, rank in () if left_out else rank_kinds(plan):
-        _say(console, f"  The peak of {name} is in {moment_words(rank.peak)}.")
+        say(console, f"  The peak of {name} is in {moment_words(rank.peak)}.")
     if fills_host(plan):
         print_table(console, host_table(plan))
     print_table(console, step_table(plan))
     for line in (*more_words(plan), *(f"note: {plain(note)}" for note in notes)):
-        _say(console, f"  {line}")
+        say(console, f"  {line}")
     if found is not None:
         _show_layouts(console, plan, found)
 
@@ -67,17 +64,13 @@ def _show_layouts(console: Console, plan: Plan, found: Found) -> None:
         print_table(console, shown)
         if WHY not in shown.columns:
             for line in slower_words(found):
-                _say(console, f"  {line}")
-        _say(console, f"  {found.seen:,} layouts were considered.")
+                say(console, f"  {line}")
+        say(console, f"  {found.seen:,} layouts were considered.")
     if found.failing:
-        _say(console, "\nThese do not fit, at the smallest batch that was considered:", "bold")
+        say(console, "\nThese do not fit, at the smallest batch that was considered:", "bold")
         for one in found.failing:
             more = "" if one.plan.job.checkpoint_interval else ", without checkpointing"
-            _say(console, f"  {one.words}{more}: {one.why_not}")
-
-
-def _say(console: Console, text: str, style: str | None = None) -> None:
-    console.print(text, style=style, markup=False, highlight=False, emoji=False)
+            say(console, f"  {one.words}{more}: {one.why_not}")
 
 
 def memory_table(plan: Plan, kinds: Sequence[tuple[str, RankMemory]]) -> Table:

@@ -4,6 +4,7 @@ tables and charts."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from finetune.errors import plain
@@ -12,7 +13,7 @@ from finetune.plan.engines.resident import BUCKETS, GATHERED, GRADIENTS, MASTERS
 from finetune.plan.job import FSDP, PIPELINE, TRAINER
 from finetune.plan.memory import BATCH, BUFFERS, COPIED, SAVED, WORKSPACE
 from finetune.plan.program import ACTIVATIONS, GRADIENTS_FLOW, TEMPORARY
-from finetune.report.table import Table, print_table
+from finetune.report.table import Table, print_table, say
 from finetune.report.text import count_words, gib, number, seconds_words
 
 if TYPE_CHECKING:
@@ -42,19 +43,10 @@ def in_order(kinds: Iterable[str]) -> list[str]:
 
 def rank_kinds(plan: Plan) -> list[tuple[str, RankMemory]]:
     """Ranks by name; adjacent ones with the same memory are grouped, even if only one of them saves weights."""
-    groups: list[list[RankMemory]] = []
-    for rank in plan.ranks:
-        if groups and _held(groups[-1][0]) == _held(rank):
-            groups[-1].append(rank)
-        else:
-            groups.append([rank])
+    groups = [list(ranks) for _, ranks in groupby(plan.ranks, key=lambda rank: (rank.resident, rank.peak, rank.host))]
     word = "stage" if plan.job.stages > 1 else "rank"
     names = [f"{word} {one[0].rank}" if len(one) == 1 else f"{word}s {one[0].rank}-{one[-1].rank}" for one in groups]
     return [(name, max(one, key=lambda rank: rank.host_bytes)) for name, one in zip(names, groups, strict=True)]
-
-
-def _held(rank: RankMemory) -> tuple[object, ...]:
-    return rank.resident, rank.peak, rank.host
 
 
 def fills_host(plan: Plan) -> bool:
@@ -152,12 +144,9 @@ def lines_of(plan: Plan, answer: Answer | None, cost: Cost | None, one_more: Pla
     return lines + ([] if one_more is None else [one_more_line(plan, one_more)])
 
 
-def show_answer(answer: Answer | None, lines: list[str], console: Console | None = None) -> None:
-    from rich.console import Console
-
-    console = console or Console()
+def show_answer(console: Console, answer: Answer | None, lines: list[str]) -> None:
     for line in lines:
-        console.print(line, style=None if line.startswith(" ") else "bold", markup=False, highlight=False, emoji=False)
+        say(console, line, None if line.startswith(" ") else "bold")
     if answer is not None and len(answer.options) > 1:
         rows = tuple((_said(size), *_cells(one)) for size, one in answer.options)
         columns = ("largest", "layout", "ckpt", SP, EP, "peak GiB", "host GiB per node", "speed")

@@ -4,8 +4,8 @@ short run's last step and its end."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from itertools import groupby, pairwise
@@ -14,13 +14,12 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from finetune.errors import RequestError, plain
-from finetune.report.shapes import DAY, Box, Dot, Line, Picture, Point, Shape, Word
+from finetune.report.shapes import DASH, DAY, RING, SPACE, Box, Dot, Line, Picture, Point, Shape, Word
 
 PIXELS_PER_INCH, PNG_DOTS_PER_INCH = 96, 180
 SCALE = PNG_DOTS_PER_INCH / PIXELS_PER_INCH
 FINE = 4  # slanted and round edges are drawn at so many times the resolution, then reduced
 MARGIN, HEAD, GAP = 20.0, 38.0, 18.0  # around all, for a picture's title, between two pictures
-DASH, SPACE, RING = 5.0, 4.0, 1.5  # pixels, as in finetune.report.svg
 FONTS = "mpl-data/fonts/ttf"  # matplotlib brings DejaVu Sans; finding the file imports nothing
 # Fonts with letters that DejaVu Sans lacks, tried in this order if installed.
 MORE_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Micro Hei", "Noto Sans Arabic", "Noto Sans Devanagari")
@@ -75,25 +74,24 @@ def _line(image: Image.Image, line: Line, points: Sequence[Point], colour: str) 
     if len(across) == len(down) == 1:
         return  # it has no length
     if min(len(across), len(down)) == 1 and not (line.filled or line.dashed):  # such as a grid's: sharp
-        half, thick = width / 2, max(round(width), 1)
+        half, thick = width / 2, round(width)
         left, top = round(min(across) - half * (len(across) == 1)), round(min(down) - half * (len(down) == 1))
         right = left + thick if len(across) == 1 else round(max(across))
         bottom = top + thick if len(down) == 1 else round(max(down))
         _fill(image, (left, top), (right, bottom), colour, line.opacity)
         return
 
-    def draw(on: ImageDraw.ImageDraw, fine: Sequence[Point]) -> None:
+    with _fine_mask(image, points, width, colour, line.opacity) as (mask, fine):
         if line.filled:
-            on.polygon(fine, fill=255)
+            mask.polygon(fine, fill=255)
             return
-        unit = SCALE * FINE
-        for piece in _dashes(fine, DASH * unit, SPACE * unit) if line.dashed else (fine,):
-            on.line(piece, fill=255, width=max(round(width * FINE), 1), joint="curve")
-
-    _smooth(image, points, width, colour, line.opacity, draw)
+        for piece in _dashes(fine) if line.dashed else (fine,):
+            mask.line(piece, fill=255, width=max(round(width * FINE), 1), joint="curve")
 
 
-def _dashes(points: Sequence[Point], dash: float, space: float) -> Iterator[Sequence[Point]]:
+def _dashes(points: Sequence[Point]) -> Iterator[Sequence[Point]]:
+    """The parts of a line on a fine mask that are not left out."""
+    dash, space = DASH * SCALE * FINE, SPACE * SCALE * FINE
     piece, left, is_dash = [points[0]], dash, True
     for start, end in pairwise(points):
         length, done = math.dist(start, end), 0.0
@@ -112,30 +110,22 @@ def _dashes(points: Sequence[Point], dash: float, space: float) -> Iterator[Sequ
 
 
 def _dot(image: Image.Image, dot: Dot, centre: Point, colour: str) -> None:
-    radius, ring = (dot.radius + RING / 2) * SCALE, round(RING * SCALE * FINE)
-
-    def draw(on: ImageDraw.ImageDraw, fine: Sequence[Point]) -> None:
-        (x, y), beyond = fine[0], radius * FINE
+    radius = (dot.radius + RING / 2) * SCALE
+    with _fine_mask(image, [centre], radius, colour) as (mask, ((x, y),)):
+        beyond, ring = radius * FINE, round(RING * SCALE * FINE)
         around = (x - beyond, y - beyond, x + beyond, y + beyond)
-        on.ellipse(around, fill=0 if dot.hollow else 255, outline=255, width=ring)
-
-    _smooth(image, [centre], radius, colour, 1.0, draw)
+        mask.ellipse(around, fill=0 if dot.hollow else 255, outline=255, width=ring)
 
 
-def _smooth(
-    image: Image.Image,
-    points: Sequence[Point],
-    room: float,
-    colour: str,
-    opacity: float,
-    draw: Callable[[ImageDraw.ImageDraw, Sequence[Point]], None],
-) -> None:
-    """Paint what `draw` draws in white at the points of a fine mask, which has `room` around them."""
+@contextmanager
+def _fine_mask(image: Image.Image, points: Sequence[Point], room: float, colour: str,
+               opacity: float = 1.0) -> Iterator[tuple[ImageDraw.ImageDraw, Sequence[Point]]]:  # fmt: skip
+    """Yields a fine mask with `room` around the points, and the points on it; then paints what was drawn in white."""
     (left, right), (top, bottom) = (
         (math.floor(min(values) - room), math.ceil(max(values) + room)) for values in zip(*points, strict=True)
     )
     mask = Image.new("L", ((right - left) * FINE, (bottom - top) * FINE))
-    draw(ImageDraw.Draw(mask), [((x - left) * FINE, (y - top) * FINE) for x, y in points])
+    yield ImageDraw.Draw(mask), [((x - left) * FINE, (y - top) * FINE) for x, y in points]
     image.paste(colour, (left, top), mask.reduce(FINE).point([round(shade * opacity) for shade in range(256)]))
 
 

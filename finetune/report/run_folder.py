@@ -69,46 +69,48 @@ def is_run(folder: Path) -> bool:
 def read_run(folder: Path, name: str) -> RunFolder:
     """Never raises for the folder's content; problems go into `notes`."""
     run = RunFolder(name, folder)
-    notes, recipe = run.notes, folder / RECIPE
-    run.rows = read_lines(folder / METRICS, notes)
-    results = (read_json(folder / name, notes) for name in (RESULTS, "train_results.json", "eval_results.json"))
+    notes = run.notes
+    run.rows = read_lines(folder, METRICS, notes)
+    results = (read_json(folder, name, notes) for name in (RESULTS, "train_results.json", "eval_results.json"))
     run.results = next(filter(None, results), {})
-    run.environment = without_secrets(read_json(folder / ENVIRONMENT, notes))
-    run.recipe = without_secrets(as_dict(_tried(recipe, notes, lambda: read_yaml(recipe, inside=folder))))
-    run.ds_config = without_secrets(read_json(folder / "ds_config.json", notes))
-    run.schedule = read_json(folder / "schedule.json", notes)
-    run.confusion = read_json(folder / "confusion_matrix.json", notes)
-    run.profile = read_json(folder / "profile" / "summary.json", notes, folder)
-    run.experts = read_json(folder / EXPERT_LOAD, notes)
-    run.samples, run.card = read_text(folder / "samples.md", notes), read_text(folder / "README.md", notes)
+    run.environment = without_secrets(read_json(folder, ENVIRONMENT, notes))
+    run.recipe = without_secrets(as_dict(_tried(folder, RECIPE, notes, read_yaml)))
+    run.ds_config = without_secrets(read_json(folder, "ds_config.json", notes))
+    run.schedule = read_json(folder, "schedule.json", notes)
+    run.confusion = read_json(folder, "confusion_matrix.json", notes)
+    run.profile = read_json(folder, "profile/summary.json", notes)
+    run.experts = read_json(folder, EXPERT_LOAD, notes)
+    run.samples, run.card = read_text(folder, "samples.md", notes), read_text(folder, "README.md", notes)
     for picture in sorted((*folder.glob("*.png"), *folder.glob("profile/*.png")))[:MOST_PICTURES]:
-        data = _tried(picture, notes, partial(read_bytes, picture, LARGEST_PICTURE_BYTES, folder)) or b""
+        name = picture.relative_to(folder).as_posix()
+        data = _tried(folder, name, notes, partial(read_bytes, most=LARGEST_PICTURE_BYTES)) or b""
         if data.startswith(b"\x89PNG\r\n\x1a\n"):
-            run.pictures[picture.relative_to(folder).as_posix()] = data
+            run.pictures[name] = data
     if not run.finished:
         notes.append("It is unfinished, or ended early: it has no results." if run.rows else "It has no results.")
     return run
 
 
-def read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+def read_lines(folder: Path, name: str, notes: list[str]) -> list[dict[str, Any]]:
     """JSON objects, one per line; none without a file. A line left incomplete by a kill is skipped, with a note."""
-    found, torn = _tried(path, notes, lambda: read_json_lines(path, path.parent)) or ((), 0)
+    found, torn = _tried(folder, name, notes, read_json_lines) or ((), 0)
     rows = [row for _, row in found if isinstance(row, dict)]
     if torn := torn + len(found) - len(rows):
-        notes.append(f"{path.name}: skipped {torn:,} {'line' if torn == 1 else 'lines'}, incomplete or not an object.")
+        notes.append(f"{name}: skipped {torn:,} {'line' if torn == 1 else 'lines'}, incomplete or not an object.")
     return rows
 
 
-def read_json(path: Path, notes: list[str], inside: Path | None = None) -> dict[str, Any]:
-    return _tried(path, notes, lambda: read_json_object(path, inside=inside or path.parent)) or {}
+def read_json(folder: Path, name: str, notes: list[str]) -> dict[str, Any]:
+    return _tried(folder, name, notes, read_json_object) or {}
 
 
-def _tried(path: Path, notes: list[str], read: Callable[[], Any]) -> Any:
-    """What `read` returns for a file; None if there is no file, or if it cannot be read, with a note."""
+def _tried(folder: Path, name: str, notes: list[str], read: Callable[..., Any]) -> Any:
+    """What `read` returns for a file in a folder; None if it is not there, or if it cannot be read, with a note."""
+    path = folder / name
     if not os.path.lexists(path):
         return None
     try:
-        return read()
+        return read(path, inside=folder)
     except RequestError as error:
         reason = re.sub(rf"^{re.escape(str(path))}(:\d+:\d+)?: ", "", str(error))
         notes.append(f"{path.name}: skipped, it {reason}")
@@ -130,10 +132,10 @@ def _shown(key: str, value: Any) -> Any:
     return value
 
 
-def read_text(path: Path, notes: list[str]) -> str:
+def read_text(folder: Path, name: str, notes: list[str]) -> str:
     """The end of the text if it is too long, without access tokens; "" without a file."""
-    content: bytes = _tried(path, notes, lambda: read_bytes(path, inside=path.parent)) or b""
+    content: bytes = _tried(folder, name, notes, read_bytes) or b""
     text = content.decode("utf-8", errors="replace")
     if len(text) > LONGEST_TEXT:
-        notes.append(f"{path.name}: only the last {LONGEST_TEXT:,} of {len(text):,} letters are shown.")
+        notes.append(f"{name}: only the last {LONGEST_TEXT:,} of {len(text):,} letters are shown.")
     return TOKEN.sub(HIDDEN, text[-LONGEST_TEXT:])

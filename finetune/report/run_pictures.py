@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
-from finetune.plan.schedule import BACKWARD, FORWARD, IDLE, RECEIVE, SEND, Event, Schedule
+from finetune.plan.schedule import FORWARD, IDLE, Event, Schedule
 from finetune.report.charts import Bar, bars
 from finetune.report.page import Block, drawn
-from finetune.report.plan_pictures import lanes
-from finetune.report.shapes import ACCENT, LIMIT, MUTED, SMALL, Picture, colour_of, letters
+from finetune.report.plan_pictures import WORK, lanes
+from finetune.report.shapes import ACCENT, LIMIT, MUTED, Box, Picture, Word, colour_of, letters
 from finetune.report.table import Table
 from finetune.report.text import (
     GIB,
@@ -27,7 +27,6 @@ from finetune.report.text import (
 )
 
 MOST_RANKS, MOST_LABELS, MOST_STAGES = 8, 60, 1024  # shown of a run
-KINDS = [FORWARD, BACKWARD, SEND, RECEIVE, IDLE]
 Ranks = Sequence[tuple[str, dict[str, float]]]  # each rank's mean seconds per step, by part
 
 
@@ -138,9 +137,9 @@ def _event(found: Any) -> Event | None:
     try:
         stage, kind, micro = found["stage"], found["kind"], found["micro_batch"]
         start, end = as_number(found["start"]) or 0.0, as_number(found["end"]) or 0.0
-        fits = 0 <= stage < MOST_STAGES and 0 <= start <= end and kind in KINDS
+        fits = 0 <= stage < MOST_STAGES and 0 <= start <= end and kind in (*WORK, IDLE)
         return Event(int(stage), kind, int(micro), start, end) if fits else None
-    except (TypeError, LookupError, ValueError):
+    except (TypeError, LookupError, ValueError, OverflowError):
         return None
 
 
@@ -156,7 +155,7 @@ def load_picture(found: dict[str, Any], width: float) -> Picture | None:
     if not any(map(any, rows)) or len(rows) > MOST_LAYERS or len(rows[0]) > MOST_EXPERTS:
         return None
     experts, names = len(rows[0]), [f"layer {place}" for place in range(1, len(rows) + 1)]
-    left, top = letters(names[-1], SMALL) + 12, 22.0
+    left, top = letters(names[-1]) + 12, 22.0
     wide, high = min((width - left) / experts, 2 * CELL), CELL if len(rows) <= 24 else LEAST_CELL
     idle, every = sum(count == 0 for row in rows for count in row), len(rows) * experts
     loads = [[count * experts / (sum(row) or 1) for count in row] for row in rows]
@@ -165,15 +164,15 @@ def load_picture(found: dict[str, Any], width: float) -> Picture | None:
     picture = Picture(
         "Tokens of each expert, relative to the mean of its layer", alt, width, top + high * len(rows) + 4
     )
-    picture.word(left, 12, f"experts 1 to {experts}; 1.0 is an equal share, red is none", colour=MUTED)
+    picture.add(Word(left, 12, f"experts 1 to {experts}; 1.0 is an equal share, red is none", colour=MUTED))
     for row, (name, shares) in enumerate(zip(names, loads, strict=True)):
         y = top + high * row
-        picture.word(left - 6, y + high / 2 + 4, name, "end", MUTED)
+        picture.add(Word(left - 6, y + high / 2 + 4, name, "end", MUTED))
         for column, share in enumerate(shares):
             says = f"{name}, expert {column + 1}: {rows[row][column]:,} tokens, {share:.2f} of the mean"
             opacity = 0.10 + 0.60 * min(share / FULL, 1.0) if share else 0.8
             x, gap = left + wide * column, 1.0 if wide > 4 else 0.0
-            picture.box(x, y, wide - gap, high - 1, ACCENT if share else LIMIT, says, opacity)
+            picture.add(Box(x, y, wide - gap, high - 1, ACCENT if share else LIMIT, says, opacity))
             if wide >= CELL and high >= CELL:
-                picture.word(x + wide / 2, y + high / 2 + 4, f"{share:.1f}", "middle")
+                picture.add(Word(x + wide / 2, y + high / 2 + 4, f"{share:.1f}", "middle"))
     return picture

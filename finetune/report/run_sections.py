@@ -10,7 +10,7 @@ from dataclasses import replace
 from finetune.errors import FinetuneError, first_line
 from finetune.plan.from_run import job_of
 from finetune.plan.job import Job
-from finetune.plan.machine import Machine, find_machine
+from finetune.plan.machine import find_machine
 from finetune.plan.plan import Plan, plan
 from finetune.plan.run_model import run_of_record
 from finetune.report.charts import confusion_picture
@@ -34,7 +34,11 @@ SPEED = ("real_tokens_per_second", "samples_per_second", "step_seconds_median", 
          "padding_share", "peak_memory_gib", "train_runtime")  # fmt: skip
 MEASURED_ON_GPU = "Measured on a GPU: the allocator's peak."
 MEASURED_ON_CPU = "Measured on a CPU: the peak resident set of the process, including Python and its libraries."
-SHOWN_BY_SVG = {"confusion_matrix.png", "experts.png", "schedule.png", "training_curve.png"}
+# Pictures in a run's folder that the report draws anew; it shows these only if it cannot.
+DRAWN_HERE = {
+    "confusion_matrix.png": "True against predicted labels", "experts.png": "Tokens of each expert",
+    "schedule.png": "A step of the pipeline, planned and measured", "training_curve.png": "",
+}  # fmt: skip
 
 
 def run_sections(runs: Sequence[RunFolder]) -> list[Section]:
@@ -45,9 +49,9 @@ def run_sections(runs: Sequence[RunFolder]) -> list[Section]:
         Section("Curves", (Block("curves", curves),) if curves else (Block("muted", "Nothing has been logged yet."),)),
         Section("Training files", _of_each(runs, _files)),
         Section("Speed and memory", tuple(_cost(runs, plans))),
-        Section("Confusion matrix", _of_each(runs, _confusion)),
-        Section("Experts", _of_each(runs, _experts)),
-        Section("Pipeline schedule", _of_each(runs, _schedule)),
+        Section("Confusion matrix", _of_each(runs, _confusion, "confusion_matrix.png")),
+        Section("Experts", _of_each(runs, lambda run: drawn(load_picture, run.experts, caption=True), "experts.png")),
+        Section("Pipeline schedule", _of_each(runs, lambda run: schedule_blocks(run.schedule), "schedule.png")),
         Section("Profile", _of_each(runs, lambda run: profile_blocks(run.profile))),
         Section("Samples", _of_each(runs, _samples)),
         Section("Pictures", _of_each(runs, _pictures)),
@@ -57,11 +61,13 @@ def run_sections(runs: Sequence[RunFolder]) -> list[Section]:
     return [section for section in sections if section.blocks]
 
 
-def _of_each(runs: Sequence[RunFolder], blocks: Callable[[RunFolder], list[Block]]) -> tuple[Block, ...]:
-    """The blocks of all runs; with several, each under its name."""
+def _of_each(
+    runs: Sequence[RunFolder], blocks: Callable[[RunFolder], list[Block]], kept: str = ""
+) -> tuple[Block, ...]:
+    """The blocks of all runs; with several, each under its name. A run that has none shows its picture `kept`."""
     found: list[Block] = []
     for run in runs:
-        if made := blocks(run):
+        if made := blocks(run) or _image(run, kept):
             found += [Block("heading", run.name), *made] if len(runs) > 1 else made
     return tuple(found)
 
@@ -82,18 +88,24 @@ def _overview(runs: Sequence[RunFolder]) -> list[Block]:
         if heading := card_heading(run):
             blocks.append(Block("words", heading))
         blocks.append(Block("verdict" if run.finished else "bad", verdict(run)))
-        if shown := [name for name in TILES if as_number(run.results.get(name)) is not None]:
-            blocks.append(Block("tiles", [(TILES[name], said(run.results[name])) for name in shown[:MOST_TILES]]))
+        if shown := tiles(run):
+            blocks.append(Block("tiles", shown))
     blocks += [Block("muted", f"{run.name}: {note}" if len(runs) > 1 else note) for run in runs for note in run.notes]
-    names = sorted({key for run in runs for key, value in run.results.items() if as_number(value) is not None})
-    names = sorted(names, key=lambda name: (not name.startswith("eval_"), name in SPEED, name))
+    names = {key for run in runs for key, value in run.results.items() if as_number(value) is not None}
     if len(runs) > 1:
         blocks.append(Block("table", _beside(runs)))
     if names:
-        rows = tuple((name, *(said(run.results.get(name)) for run in runs)) for name in names)
+        in_order = sorted(names, key=lambda name: (not name.startswith("eval_"), name in SPEED, name))
+        rows = tuple((name, *(said(run.results.get(name)) for run in runs)) for name in in_order)
         table = Table("Results", ("metric", *_columns(runs)), rows)
         blocks.append(Block("folded", [Block("table", table)], "All results"))
     return blocks
+
+
+def tiles(run: RunFolder) -> list[tuple[str, str]]:
+    """The most important results, and what they are called."""
+    shown = [name for name in TILES if as_number(run.results.get(name)) is not None]
+    return [(TILES[name], said(run.results[name])) for name in shown[:MOST_TILES]]
 
 
 def _beside(runs: Sequence[RunFolder]) -> Table:
@@ -182,18 +194,7 @@ def _files(run: RunFolder) -> list[Block]:
 
 
 def _confusion(run: RunFolder) -> list[Block]:
-    words = "True against predicted labels"
-    return drawn(confusion_picture, run.confusion, caption=True) or _image(run, "confusion_matrix.png", words)
-
-
-def _experts(run: RunFolder) -> list[Block]:
-    words = "Tokens of each expert"
-    return drawn(load_picture, run.experts, caption=True) or _image(run, "experts.png", words)
-
-
-def _schedule(run: RunFolder) -> list[Block]:
-    words = "A step of the pipeline, planned and measured"
-    return schedule_blocks(run.schedule) or _image(run, "schedule.png", words)
+    return drawn(confusion_picture, run.confusion, caption=True)
 
 
 def _samples(run: RunFolder) -> list[Block]:
@@ -206,11 +207,11 @@ def _samples(run: RunFolder) -> list[Block]:
 
 
 def _pictures(run: RunFolder) -> list[Block]:
-    names = [name for name in run.pictures if name not in SHOWN_BY_SVG]
-    return [block for name in names for block in _image(run, name, spelled(name.removesuffix(".png")))]
+    return [block for name in run.pictures if name not in DRAWN_HERE for block in _image(run, name)]
 
 
-def _image(run: RunFolder, name: str, alt: str) -> list[Block]:
+def _image(run: RunFolder, name: str) -> list[Block]:
+    alt = DRAWN_HERE.get(name, spelled(name.removesuffix(".png")))
     return [Block("image", run.pictures[name], f"{alt}, {run.name}")] if name in run.pictures else []
 
 
@@ -255,7 +256,8 @@ def plan_of_run(run: RunFolder) -> Plan | None:
     if not run.recipe:
         return None
     try:
-        machine = _machine(run)
+        gpus = as_list(run.environment.get("gpus"))
+        machine = find_machine(str(gpus[0]) if gpus else "cpu")
         launch = Launch(world_size=run.ranks, local_world_size=run.ranks, launcher="torchrun")
         job, _, _ = job_of(run_of_record(run.folder, launch), machine)
         return plan(_as_it_was(run, job), machine)
@@ -293,8 +295,3 @@ def _as_it_was(run: RunFolder, job: Job) -> Job:
     share = tokens / job.sample_tokens  # for sources and targets alike
     targets = None if job.targets is None else max(1, round(share * job.targets))
     return replace(job, tokens=max(1, round(share * job.tokens)), targets=targets)
-
-
-def _machine(run: RunFolder) -> Machine:
-    gpus = as_list(run.environment.get("gpus"))
-    return find_machine(str(gpus[0]) if gpus else "cpu")

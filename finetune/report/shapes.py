@@ -30,7 +30,8 @@ def variables(colours: dict[str, str]) -> str:
 
 
 LETTER = 0.58  # of the font size: the average width of a sans serif letter, rounded up
-SMALL, NORMAL = 11.0, 12.0
+SMALL = 11.0  # pixels: the usual size of letters
+DASH, SPACE, RING = 5.0, 4.0, 1.5  # pixels: of a dashed line, and the width of a dot's edge
 WIDE, NARROW = 860.0, 340.0  # pixels of a picture on a large screen, and on a phone
 Point = tuple[float, float]
 
@@ -96,25 +97,13 @@ class Picture:
     height: float = 0.0
     shapes: list[Shape] = field(default_factory=list)
 
-    def box(self, x: float, y: float, width: float, height: float, colour: str, title: str = "",
-            opacity: float = 1.0) -> None:  # fmt: skip
-        self.shapes.append(Box(x, y, width, height, colour, title, opacity))
-
-    def line(self, points: Iterable[Point], colour: str = INK, width: float = 1.5, dashed: bool = False,
-             opacity: float = 1.0, filled: bool = False) -> None:  # fmt: skip
-        self.shapes.append(Line(tuple(points), colour, width, dashed, opacity, filled))
-
-    def dot(self, x: float, y: float, colour: str, title: str, radius: float = 4.0, hollow: bool = False) -> None:
-        self.shapes.append(Dot(x, y, colour, title, radius, hollow))
-
-    def word(self, x: float, y: float, text: str, anchor: str = "start", colour: str = INK, size: float = SMALL,
-             bold: bool = False) -> None:  # fmt: skip
-        self.shapes.append(Word(x, y, text, anchor, colour, size, bold))
+    def add(self, *shapes: Shape) -> None:
+        self.shapes += shapes
 
     def paragraph(self, text: str, y: float, colour: str = INK, bold: bool = False) -> float:
         """Add a text in as many lines as needed, the first at `y`; returns the y of the line after the last."""
         for line in folded(text, self.width * (0.9 if bold else 1)):  # bold letters are wider
-            self.word(0, y, line, colour=colour, bold=bold)
+            self.add(Word(0, y, line, colour=colour, bold=bold))
             y += 16
         return y
 
@@ -122,11 +111,10 @@ class Picture:
         """Add squares and their names, in as many rows as needed; returns the y below them."""
         x = 0.0
         for text, colour in entries:
-            size = 18 + letters(text, SMALL) + 14
+            size = 18 + letters(text) + 14
             if x and x + size > self.width:
                 x, y = 0.0, y + 18
-            self.box(x, y, 12, 12, colour)
-            self.word(x + 17, y + 10, text)
+            self.add(Box(x, y, 12, 12, colour), Word(x + 17, y + 10, text))
             x += size
         return y + 18
 
@@ -134,21 +122,21 @@ class Picture:
         for value in scale.ticks(max(3, int((scale.end - scale.start) / 90))):
             x = scale(value)
             text = f"{value:,.5g}"
-            beyond = x + letters(text, SMALL) / 2 > self.width
-            self.word(self.width if beyond else x, bottom + 14, text, "end" if beyond else "middle", MUTED)
+            beyond = x + letters(text) / 2 > self.width
+            self.add(Word(self.width if beyond else x, bottom + 14, text, "end" if beyond else "middle", MUTED))
             self.shapes.insert(0, Line(((x, top), (x, bottom)), GRID, 1))  # below what is drawn already
-        start = max(0.0, min(scale.start, self.width - letters(words, SMALL)))  # farther left if it would be cut off
-        self.word(start, bottom + 29, words, colour=MUTED)
+        start = max(0.0, min(scale.start, self.width - letters(words)))  # farther left if it would be cut off
+        self.add(Word(start, bottom + 29, words, colour=MUTED))
 
     def ticks_left(self, scale: Scale, across: Scale, words: str) -> None:
         for value in scale.ticks(4):
             y = scale(value)
-            self.line(((across.start, y), (across.end, y)), GRID, 1)
-            self.word(across.start - 5, y + 4, shortly(value), "end", MUTED)
-        self.word(across.end, scale.end - 4, words, "end", MUTED)
+            self.add(Line(((across.start, y), (across.end, y)), GRID, 1))
+            self.add(Word(across.start - 5, y + 4, shortly(value), "end", MUTED))
+        self.add(Word(across.end, scale.end - 4, words, "end", MUTED))
 
 
-def letters(text: str, size: float) -> float:
+def letters(text: str, size: float = SMALL) -> float:
     """The approximate width of a text in pixels."""
     return LETTER * size * len(text)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from finetune.errors import plain
-from finetune.report.shapes import DAY, NIGHT, Box, Dot, Line, Picture, Shape, variables
+from finetune.report.shapes import DASH, DAY, NIGHT, RING, SPACE, Box, Dot, Line, Picture, Shape, variables
 
 LOOK = "text{white-space:pre;font-size:11px;fill:var(--ink)}polyline{fill:none;stroke-width:1px;stroke:var(--grid)}"
 
@@ -43,12 +43,15 @@ def _shape(shape: Shape) -> str:
         if shape.filled:
             return f'<polygon points="{points}" style="fill:{colour};opacity:{shape.opacity:g}"/>'
         look = "" if shape.colour == "grid" else f"stroke:{colour}"
-        look += f";stroke-width:{shape.width:g}" * (shape.width != 1) + ";stroke-dasharray:5 4" * shape.dashed
+        look += (
+            f";stroke-width:{shape.width:g}" * (shape.width != 1)
+            + f";stroke-dasharray:{DASH:g} {SPACE:g}" * shape.dashed
+        )
         look += f";opacity:{shape.opacity:g}" * (shape.opacity < 1)
         return f'<polyline points="{points}"{_style(look)}/>'
     if isinstance(shape, Dot):
         place = f'cx="{shape.x:.1f}" cy="{shape.y:.1f}" r="{shape.radius:g}"'
-        look = f"fill:{'none' if shape.hollow else colour};stroke:{colour};stroke-width:1.5"
+        look = f"fill:{'none' if shape.hollow else colour};stroke:{colour};stroke-width:{RING:g}"
         return f'<circle {place} style="{look}"{_titled("circle", shape.title)}'
     anchor = f' text-anchor="{shape.anchor}"' if shape.anchor != "start" else ""
     look = f"fill:{colour}" if shape.colour != "ink" else ""

@@ -68,6 +68,11 @@ class Table:
         return "\n".join((rows[0], f"|{'|'.join(rules)}|", *rows[1:]))
 
 
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Print a text as it is, without markup."""
+    console.print(text, style=style, markup=False, highlight=False, emoji=False)
+
+
 def print_table(console: Console, table: Table) -> None:
     from rich import box
     from rich.table import Table as Rich
@@ -77,7 +82,7 @@ def print_table(console: Console, table: Table) -> None:
     rule, none = f" {stroke}{stroke} \n", "    \n"
     lines = box.Box(none * 2 + rule + none + rule * 2 + none * 2, ascii=stroke == "-")
     if table.title:
-        console.print(f"\n{table.title}", style="bold", markup=False, highlight=False, emoji=False)
+        say(console, f"\n{table.title}", "bold")
     shown = Rich(box=lines, padding=(0, GAP - 1, 0, 0), pad_edge=False, show_edge=False, header_style="bold")
     for index, name in enumerate(table.columns):
         folds, is_text = name in table.folding, table.is_text(index)

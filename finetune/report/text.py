@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from finetune.errors import plain
 
 MIB, GIB = 2**20, 2**30
+LARGEST = 1e100  # number that is drawn
 LONGEST = 160  # letters in a table's cell
 LONG_NAME = 34
 
@@ -85,13 +85,10 @@ def duration(seconds: float) -> str:
 
 
 def as_number(value: Any) -> float | None:
-    """A number that can be drawn; None for anything else, including one that is not finite or too large for a float."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:
-        return None
+    """A number that can be drawn; None for anything else, including one that is not finite, or that may be too large
+    for a float once it is multiplied."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) <= LARGEST else None
 
 
 def as_list(value: Any) -> list[Any]:

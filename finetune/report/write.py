@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from finetune.errors import RequestError
+from finetune.errors import RequestError, listed
 from finetune.report.bench import Bench, is_bench, read_bench
 from finetune.report.bench_sections import bench_sections
 from finetune.report.page import Report, as_html, write_markdown
@@ -35,11 +35,11 @@ def write(
 
 def read(paths: Sequence[Path]) -> tuple[list[RunFolder], list[Bench]]:
     """The runs and benchmarks at `paths`. Raises RequestError for a path that is neither."""
-    given = {path.parent if path.is_file() else path: path for path in reversed(paths)}
-    folders = list(dict.fromkeys(path.parent if path.is_file() else path for path in paths))
-    names = _names(folders)
+    given: dict[Path, Path] = {}
+    for path in paths:
+        given.setdefault(path.parent if path.is_file() else path, path)
     runs, benches = list[RunFolder](), list[Bench]()
-    for folder, name in zip(folders, names, strict=True):
+    for (folder, path), name in zip(given.items(), _names(list(given)), strict=True):
         if is_bench(folder):
             benches.append(read_bench(folder, name))
         elif is_run(folder):
@@ -48,7 +48,6 @@ def read(paths: Sequence[Path]) -> tuple[list[RunFolder], list[Bench]]:
             found = "is neither a folder nor a regular file" if folder.exists() else "there is no such folder"
             raise RequestError(f"{folder}: {found}. Give the --output_dir of a run or of a benchmark.")
         else:
-            path = given[folder]
             what = "it" if path == folder else f"is a file, and its folder {folder}"
             raise RequestError(
                 f"{path}: {what} holds neither a run (metrics.jsonl, all_results.json, ...) nor a benchmark "
@@ -71,5 +70,4 @@ def _title(runs: Sequence[RunFolder], benches: Sequence[Bench]) -> str:
         heading = card_heading(runs[0])
         return f"{names[0]}: {heading}" if heading else names[0]
     words = f"{len(names)} runs" if not benches else "Benchmark" if len(names) == 1 else f"{len(names)} folders"
-    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    return f"{words}: {shown}"
+    return f"{words}: {listed(names, 4)}"

@@ -69,7 +69,7 @@ FOUND = Found((BEST, SAME, SLOW), (FAILING,), 126)
 
 def printed(width: int, *arguments: object) -> str:
     text = io.StringIO()
-    show(*arguments, console=Console(file=text, width=width))  # type: ignore[arg-type]
+    show(Console(file=text, width=width), *arguments)  # type: ignore[arg-type]
     return text.getvalue()
 
 
@@ -199,7 +199,7 @@ def test_without_a_terminal_all_is_ascii_and_with_one_there_is_colour() -> None:
     one, found = PLANS["two kinds of rank"]
     assert printed(80, one, found).isascii()
     text = io.StringIO()
-    show(one, found, console=Console(file=text, width=80, force_terminal=True, color_system="standard"))
+    show(Console(file=text, width=80, force_terminal=True, color_system="standard"), one, found)
     assert "\x1b[" in text.getvalue()
 
 

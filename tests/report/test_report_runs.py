@@ -489,9 +489,22 @@ def test_a_profile_is_a_table_by_part_and_rank(tmp_path: Path) -> None:
     assert "rank 1, communication: 1 ms" in page.texts
 
 
-@pytest.mark.parametrize("value", [True, "3", None, [1], math.nan, math.inf, 10**400])
+@pytest.mark.parametrize("value", [True, "3", None, [1], math.nan, math.inf, -math.inf, -1e101, 10**400])
 def test_what_is_no_number_is_not_drawn(value: Any) -> None:
     assert as_number(value) is None
+
+
+@pytest.mark.parametrize("large", [1e308, -1e308, 1e100])
+def test_numbers_that_are_too_large_end_no_report(large: float, tmp_path: Path) -> None:
+    """A sum or a product of them is infinite, of which no axis can be made."""
+    rows = [{"step": step, "loss": loss, "step_seconds": abs(loss), "real_tokens_per_second": abs(loss)}
+            for step, loss in ((1, large), (2, -large), (3, 1.0))]  # fmt: skip
+    folder = run_folder(tmp_path / "run")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    event = {"stage": 0, "micro_batch": math.inf, "start": 0, "end": 1, "kind": "forward"}
+    (folder / "schedule.json").write_text(json.dumps({"measured": {"events": [event]}}))
+    page, _, _ = page_of([folder], tmp_path)
+    assert "The run" in page.text
 
 
 def test_a_cell_of_markdown_has_no_control_characters() -> None:
