@@ -15,7 +15,7 @@ from finetune.plan.values import ATTENTION, CHUNKED_LOSS, FLASH_ATTENTION_2, FP3
 KERNEL_SECONDS = 2e-6
 # Share of a chip's best isolated product rate that products reach within a training step, where power and clocks are
 # shared and shapes vary. Fitted, not measured: it makes the median error of the rows of 2,048 tokens on eight A100-80GB
-# in docs/results/plan_public.md zero; no other row was used.
+# in docs/results/plan_public.md zero; no other row was used. A machine may have its own.
 SUSTAINED = 0.845
 # Keys per query at which fused attention reaches half of the rate of products: FlashAttention-2 forward on an H100, 191
 # of 335 TFLOP/s at 512 tokens with a causal mask, 309 of 370 without (Shah et al., arXiv 2407.08608, figure 5).
@@ -54,7 +54,7 @@ class Kernels:
         self.precision = precision if precision in machine.peak_flops else "fp32"
         self.bandwidth = machine.memory_bandwidth * machine.memory_efficiency
         is_cpu = machine.device == "cpu"
-        on_gpu = KERNEL_SECONDS, SUSTAINED, HALF_SPEED_KEYS
+        on_gpu = KERNEL_SECONDS, machine.sustained or SUSTAINED, HALF_SPEED_KEYS
         self.floor, self.sustained, self.half_speed_keys = (0.0, 1.0, 0) if is_cpu else on_gpu
         self.simple, self.python = (1.0, 1.0) if is_cpu else (SIMPLE, PYTHON)
 

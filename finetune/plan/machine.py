@@ -32,6 +32,10 @@ ALIASES |= dict.fromkeys(
     (f"rtxpro6000blackwell{edition}" for edition in ("", "workstationedition", "serveredition")), "RTX-PRO-6000"
 )
 ALIASES |= {"gh200480gb": "GH200", "b300ac": "B300", "mi250xmi250": "MI250X", "mi325x256gb": "MI325X"}
+ALIASES |= {"a800": "A800-80GB", "h800": "H800-80GB", "a10080gbpcie": "A100-PCIe-80GB", "a100pcie": "A100-PCIe-40GB"}
+ALIASES |= {"p100pcie16gb": "P100", "rtxa5000": "A5000", "rtxa4000": "A4000", "rtx8000": "Quadro-RTX8000"}
+ALIASES |= {"rtx4060ti": "RTX4060-Ti-8GB", "rtx5060ti": "RTX5060-Ti-8GB"}  # of either size, as the driver says it
+ALIASES |= {name: f"RTX{name}" for name in ("3080", "3060")} | {"2080ti": "RTX2080Ti", "3090ti": "RTX3090-Ti"}
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,8 @@ class Machine:
         default_factory=dict
     )
     board_power_watts: Annotated[float, NOT_NEGATIVE] = 0.0  # per GPU, the board's maximum; 0 if no source gives it
+    # Share of `gemm_efficiency` that products reach within a training step; 0: as on an A100 (kernels.SUSTAINED).
+    sustained: Annotated[float, NOT_NEGATIVE] = 0.0
     step_factor: Annotated[float, POSITIVE] = 1.0  # a real step's time / the sum of its operators'
 
     @property
@@ -125,7 +131,7 @@ def _shape(kind: type) -> dict[str, Any]:
 
 SHAPE = _shape(Machine)
 SHAPE["sources"] = dict.fromkeys(SHAPE, TEXT)
-OPTIONAL = ("step_factor", "flash_attention_2", "board_power_watts")
+OPTIONAL = ("step_factor", "flash_attention_2", "board_power_watts", "sustained")
 PARTIAL = ("peak_flops", "gemm_efficiency", "sources", "flash_attention_2")  # these need not have every key
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 import resource
 import sys
 import time
@@ -32,10 +31,8 @@ def peak_flops() -> float | None:
     GPU without a file."""
     if not torch.cuda.is_available():
         return None
-    card = torch.cuda.get_device_name()
-    for name in (card, re.sub("pcie", "", card, flags=re.IGNORECASE)):  # an A100 has the same peak as SXM and PCIe
-        with suppress(RequestError):
-            return find_machine(name).peak_flops.get("fp16")
+    with suppress(RequestError):
+        return find_machine(torch.cuda.get_device_name()).peak_flops.get("fp16")
     return None
 
 

@@ -93,8 +93,8 @@ def test_a_file_that_is_there_already_is_neither_followed_nor_written_over(tmp_p
 
 
 def test_a_gpu_that_is_not_known_says_what_its_figures_are() -> None:
-    found = known_gpu("NVIDIA Quadro RTX 8000")
-    assert found.name == "NVIDIA Quadro RTX 8000"
+    found = known_gpu("NVIDIA Quadro RTX 6000")
+    assert found.name == "NVIDIA Quadro RTX 6000"
     assert found.sources == dict.fromkeys(find_machine("A100-40GB").sources, "assumed: as A100-40GB")
     assert known_gpu("NVIDIA L4").sources == find_machine("L4").sources
 

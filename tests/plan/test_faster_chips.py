@@ -46,7 +46,8 @@ def job(name: str, precision: str, layout: str) -> Job:
 
 def reached(machine: Machine) -> dict[str, float]:
     """What the machine has of everything; a product's rate is that which is reached."""
-    rates = {kind: peak * machine.gemm_efficiency[kind] for kind, peak in machine.peak_flops.items()}
+    sustained = machine.sustained or SUSTAINED
+    rates = {kind: sustained * machine.gemm_efficiency[kind] * peak for kind, peak in machine.peak_flops.items()}
     links = {
         f"{name} {part}": value
         for name in ("intra_node", "inter_node", "host_link")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,15 +12,19 @@ from typing import Any
 import pytest
 from conftest import REPO
 
+from finetune.dsconfig.context import GPU_CAPABILITY
 from finetune.errors import RequestError
 from finetune.plan.machine import SHIPPED, Machine, find_machine, machine_names, read_machine, write_machine
 
 SHIPPED_NAMES = (
-    "V100-16GB V100-32GB A100-40GB A100-80GB H100-80GB H100-PCIe H100-NVL GH200 H200 B200 B300 L4 L40S T4 P4 A10 A10G "
-    "A6000 RTX6000-Ada RTX-PRO-6000 RTX3090 RTX4080 RTX4080-SUPER RTX4090 RTX5080 RTX5090 MI250X MI300X MI325X cpu"
+    "V100-16GB V100-32GB V100-PCIe-16GB V100-PCIe-32GB A100-40GB A100-80GB A100-PCIe-40GB A100-PCIe-80GB A800-80GB "
+    "A30 H100-80GB H100-PCIe H100-NVL H800-80GB H20 GH200 H200 B200 B300 L4 L20 L40 L40S T4 P4 P100 A2 A10 A10G A40 "
+    "A4000 A5000 A6000 Quadro-RTX8000 RTX6000-Ada RTX-PRO-6000 RTX2080Ti RTX3060 RTX3080 RTX3090 RTX3090-Ti "
+    "RTX4060-Ti-8GB RTX4060-Ti-16GB RTX4070-Ti-SUPER RTX4080 RTX4080-SUPER RTX4090 RTX4090-D RTX5060-Ti-8GB "
+    "RTX5060-Ti-16GB RTX5070-Ti RTX5080 RTX5090 MI210 MI250X MI300X MI325X MI355X cpu"
 ).split()
 GIB = 2**30
-OF_SOME = {"flash_attention_2", "board_power_watts"}  # optional: unknown for other machines
+OF_SOME = {"flash_attention_2", "board_power_watts", "sustained"}  # optional: unknown for other machines
 NO_NUMBERS = {"name", "device", "sources", "step_factor"}
 
 # name: peaks in TFLOP/s (fp32, tf32, fp16, bf16), dense, from the vendors' papers; GiB of memory, at least and at most.
@@ -53,6 +58,35 @@ EXPECTED = {
     "B300": ((75, 1125, 2250, 2250), 267, 288),
     "MI250X": ((47.9, None, 191.5, 191.5), 63.9, 64),  # one of a card's two devices
     "MI325X": ((163.4, 653.7, 1307.4, 1307.4), 255, 256),
+    "V100-PCIe-16GB": ((14, None, 112, None), 15.7, 16),
+    "V100-PCIe-32GB": ((14, None, 112, None), 31.7, 32),
+    "A100-PCIe-40GB": ((19.5, 156, 312, 312), 39.3, 40),
+    "A100-PCIe-80GB": ((19.5, 156, 312, 312), 79.1, 80),
+    "A800-80GB": ((19.5, 156, 312, 312), 79.1, 80),
+    "A30": ((10.3, 82, 165, 165), 23.4, 24),
+    "H800-80GB": ((66.9, 494.7, 989.4, 989.4), 79.1, 79.6),
+    "H20": ((44, 74, 148, 148), 94.9, 96),
+    "L20": ((59.8, 59.8, 119.5, 119.5), 44.3, 48),
+    "L40": ((90.5, 90.5, 181.05, 181.05), 44.3, 48),
+    "P100": ((9.3, None, 9.3, None), 15.8, 16),
+    "A2": ((4.5, 9, 18, 18), 14.4, 16),
+    "A40": ((37.4, 74.8, 149.7, 149.7), 44.3, 48),
+    "A4000": ((19.2, 38.3, 76.7, 76.7), 15.5, 16),
+    "A5000": ((27.8, 55.6, 111.1, 111.1), 23.5, 24),
+    "Quadro-RTX8000": ((16.3, None, 130.5, None), 47.4, 48),
+    "RTX2080Ti": ((13.4, None, 53.8, None), 10.7, 11),
+    "RTX3060": ((12.7, 12.7, 25.4, 25.4), 11.7, 12),
+    "RTX3080": ((29.8, 29.8, 59.6, 59.6), 9.7, 10),
+    "RTX3090-Ti": ((40, 40, 80, 80), 23.4, 24),
+    "RTX4060-Ti-8GB": ((22.1, 22.1, 44.2, 44.2), 7.5, 8),
+    "RTX4060-Ti-16GB": ((22.1, 22.1, 44.2, 44.2), 15.5, 16),
+    "RTX4070-Ti-SUPER": ((44.1, 44.1, 88.2, 88.2), 15.5, 16),
+    "RTX4090-D": ((73.5, 73.5, 147, 147), 23.4, 24),
+    "RTX5060-Ti-8GB": ((23.7, 23.7, 47.4, 47.4), 7.5, 8),
+    "RTX5060-Ti-16GB": ((23.7, 23.7, 47.4, 47.4), 15.4, 16),
+    "RTX5070-Ti": ((43.9, 43.9, 87.8, 87.8), 15.4, 16),
+    "MI210": ((45.3, None, 181, 181), 63.9, 64),
+    "MI355X": ((157.3, None, 2516.6, 2516.6), 287, 288),
 }
 FASTER: dict[str, tuple[Callable[[Machine], float], str]] = {  # figures that grow, or stay, from left to right
     "memory": (
@@ -121,7 +155,18 @@ def test_newer_and_larger_machines_are_faster(figure: Callable[[Machine], float]
     [  # torch, aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize
         *(
             (name, 2 * 4096 * 1024 + 8 * 16 * 1024)
-            for name in ("V100-16GB", "A100-80GB", "L4", "T4", "RTX4090", "RTX4080", "L40S", "A10G", "A6000", "MI250X")
+            for name in (
+                "V100-16GB",
+                "A100-80GB",
+                "L4",
+                "T4",
+                "RTX4090",
+                "RTX4080",
+                "L40S",
+                "A10G",
+                "A6000",
+                "A800-80GB",
+            )
         ),
         *(
             (name, 32 * 2**20)
@@ -135,9 +180,12 @@ def test_newer_and_larger_machines_are_faster(figure: Callable[[Machine], float]
                 "B300",
                 "RTX5090",
                 "RTX-PRO-6000",
+                "H20",
+                "MI210",
+                "MI250X",
             )
         ),
-        ("MI300X", 128 * 2**20),
+        *((name, 128 * 2**20) for name in ("MI300X", "MI355X")),
         ("cpu", 0),
     ],
 )
@@ -176,6 +224,35 @@ def test_the_cublas_workspace_is_what_torch_allocates(name: str, workspace_bytes
         ("NVIDIA B300 SXM6 AC", "B300"),
         ("AMD Instinct MI250X", "MI250X"),
         ("AMD Instinct MI325X", "MI325X"),
+        ("NVIDIA A100-PCIE-40GB", "A100-PCIe-40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIe-80GB"),
+        ("Tesla V100-PCIE-32GB", "V100-PCIe-32GB"),
+        ("NVIDIA A800-SXM4-80GB", "A800-80GB"),
+        ("A800", "A800-80GB"),
+        ("NVIDIA H800", "H800-80GB"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA L20", "L20"),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA A2", "A2"),
+        ("NVIDIA A30", "A30"),
+        ("NVIDIA A40", "A40"),
+        ("Tesla P100-PCIE-16GB", "P100"),
+        ("NVIDIA RTX A4000", "A4000"),
+        ("NVIDIA RTX A5000", "A5000"),
+        ("Quadro RTX 8000", "Quadro-RTX8000"),
+        ("NVIDIA GeForce RTX 2080 Ti", "RTX2080Ti"),
+        ("RTX 3060", "RTX3060"),
+        ("NVIDIA GeForce RTX 3080", "RTX3080"),
+        ("NVIDIA GeForce RTX 3090 Ti", "RTX3090-Ti"),
+        ("3090 Ti", "RTX3090-Ti"),
+        ("NVIDIA GeForce RTX 4060 Ti", "RTX4060-Ti-8GB"),  # the driver says the same of both sizes
+        ("RTX 4060 Ti 16GB", "RTX4060-Ti-16GB"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX4070-Ti-SUPER"),
+        ("NVIDIA GeForce RTX 4090 D", "RTX4090-D"),
+        ("NVIDIA GeForce RTX 5060 Ti", "RTX5060-Ti-8GB"),
+        ("NVIDIA GeForce RTX 5070 Ti", "RTX5070-Ti"),
+        ("AMD Instinct MI210", "MI210"),
+        ("AMD Instinct MI355X", "MI355X"),
         ("CPU", "cpu"),
     ],
 )
@@ -191,7 +268,11 @@ def test_an_unknown_name_is_refused_with_the_nearest(asked: str, hint: str) -> N
 
 def test_another_card_of_the_same_chip_is_not_taken_for_the_one_we_know() -> None:
     for name in (
-        "NVIDIA A100-PCIE-40GB",
+        "NVIDIA A800 80GB PCIe",
+        "NVIDIA H20-3e",
+        "NVIDIA H800 PCIe",
+        "Tesla V100S-PCIE-32GB",
+        "NVIDIA GeForce RTX 3080 Laptop GPU",
         "NVIDIA GeForce RTX 5090 Laptop GPU",
         "NVIDIA GeForce RTX 5090 D",
         "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
@@ -201,6 +282,19 @@ def test_another_card_of_the_same_chip_is_not_taken_for_the_one_we_know() -> Non
     ):
         with pytest.raises(RequestError):
             find_machine(name)
+
+
+def test_every_gpu_of_nvidia_has_its_compute_capability() -> None:
+    known = {re.sub(r"-\d+GB$", "", name).upper() for name in machine_names() if find_machine(name).device == "cuda"}
+    assert known == set(GPU_CAPABILITY)
+
+
+def test_only_cards_that_accumulate_in_fp32_at_half_the_rate_sustain_the_rate_of_products_alone() -> None:
+    """GeForce cards, whose power is not exhausted by their products."""
+    for name in SHIPPED_NAMES:
+        machine = find_machine(name)
+        is_geforce = name.startswith("RTX") and name not in ("RTX6000-Ada", "RTX-PRO-6000")
+        assert machine.sustained == (1 if is_geforce else 0), name
 
 
 def test_a_machine_that_is_written_reads_back_the_same(tmp_path: Path) -> None:

@@ -140,3 +140,9 @@ def test_most_of_what_others_say_fits_or_does_not_is_planned_so() -> None:
     assert {row["model"] for row in wrong} <= {"llama-13b", "gpt2-medium"}
     assert len(wrong) <= 2
     assert {row["fits"] for row in rows} == {True, False}
+
+
+def test_adapters_train_on_consumer_cards_as_fast_as_published_within_a_seventh() -> None:
+    rows = [row for row in PUBLIC["others"] if row["source"] == "Answer.AI" and "tokens_per_second" in row]
+    assert {row["gpu"] for row in rows} == {"RTX3090", "RTX4090"}
+    assert max(abs(plan_others.speed_of(row, PUBLIC["models"]).error) for row in rows) < 1 / 7

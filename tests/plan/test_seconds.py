@@ -270,6 +270,12 @@ def test_a_large_product_takes_its_flops_at_the_rate_that_large_ones_reach() -> 
     assert forward.launches == 1
 
 
+def test_a_machine_may_sustain_another_share_of_its_rate_than_an_a100() -> None:
+    quick = replace(H100, name="quick", sustained=1.0)
+    slow, fast = (Kernels(machine, "bf16").op(linear(8192, 8192, 8192))[0].device for machine in (H100, quick))
+    assert fast - KERNEL_SECONDS == pytest.approx(SUSTAINED * (slow - KERNEL_SECONDS))
+
+
 def test_a_thin_product_takes_the_time_of_its_bytes() -> None:
     """One row: 2 bytes of each weight are read for 2 FLOPs."""
     read = 2 * (4096 * 4096 + 2 * 4096) / (H100.memory_bandwidth * H100.memory_efficiency)
