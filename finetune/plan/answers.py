@@ -119,6 +119,11 @@ def smallest_cluster(job: Job, machine: Machine, limits: Limits, steps: int | No
     divisors = (n for n in range(1, min(batch, MOST_RANKS) + 1) if batch % n == 0)
     counts = (n * job.sequence_parallel_size for n in divisors)
     numbers = [n for n in counts if (n <= per_node or not n % per_node) and not n % job.group]
+    if not numbers:
+        raise RequestError(
+            f"--deadline: a batch of {batch:,} cannot be shared by groups of {job.group} ranks. Give another "
+            "--global_batch_size."
+        )
     for ranks in numbers:
         if ranks * best_speed >= least_speed:
             one = replace(job, world_size=ranks, ranks_per_node=min(ranks, per_node))

@@ -140,9 +140,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The values of a model folder's config.json, or of that file. Raises RequestError if it cannot be read."""
     file = folder / "config.json" if folder.is_dir() else folder
     try:
-        return read_json_object(file, inside=folder if folder.is_dir() else None)
+        config = read_json_object(file, inside=folder if folder.is_dir() else None)
     except RequestError as error:
         raise RequestError(f"{error} Give a Hugging Face model's folder or its config.json.") from error
+    for name, kind, what in (("architectures", list, "a list"), ("text_config", dict, "an object")):
+        if not isinstance(config.get(name), kind | None):
+            raise RequestError(f"{file}: {name} is {config[name]!r}, but it must be {what}.")
+    return config
 
 
 def model_of(

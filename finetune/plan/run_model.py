@@ -104,7 +104,7 @@ def with_kept_model(run: Run, folder: Path) -> Run:
     processor = folder / "preprocessor_config.json"
     side = read_config(processor).get("size") if processor.is_file() else None
     if isinstance(side, dict) and "height" in side and run.value("image_size") is None:
-        run = run.settled(KEPT, image_size=side["height"])
+        run = run.settled(KEPT, image_size=Sizes(side, str(processor))("height"))
     return run
 
 

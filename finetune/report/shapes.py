@@ -182,6 +182,6 @@ class Scale:
 def shortly(value: float) -> str:
     """12000 as 12k: axes have little room."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= 10 * size or (letter != "k" and value >= size):
+        if abs(value) >= 10 * size or (letter != "k" and abs(value) >= size):
             return f"{value / size:,.4g}{letter}"
     return f"{value:,.4g}"

@@ -50,7 +50,7 @@ def spelled(kind: str) -> str:
 
 
 def number(value: float | None) -> str:
-    return "" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+    return "" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def fixed(value: float | None, form: str = ".2f", unit: float = 1.0) -> str:

@@ -114,6 +114,22 @@ def test_an_unknown_family_is_planned_by_its_parameters_a_layer(
     assert not any("one attention head" in note for note in found["notes"])
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"architectures": 5}, "architectures is 5, but it must be a list"),
+        ({"architectures": {"a": 1}}, "architectures is {'a': 1}, but it must be a list"),
+        ({"text_config": "x"}, "text_config is 'x', but it must be an object"),
+    ],
+)
+def test_a_config_of_another_form_is_refused_by_name(
+    change: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**UNKNOWN, **change}))
+    assert main(["plan", str(tmp_path), "--params_per_layer", "50000"]) == 2
+    assert f"config.json: {said}." in capsys.readouterr().err
+
+
 def test_a_head_that_a_config_does_not_name_is_said_to_be_assumed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -420,6 +436,9 @@ def test_the_recipe_of_a_run_is_planned_with_the_model_that_the_run_has_kept(
     job = planned(capsys, str(tmp_path / "recipe.yaml"), "--no_search")["job"]
     assert (job["model"], job["micro_batch"]) == ("resnet", 8)
     assert job["parameters"] < before["job"]["parameters"]
+    (tmp_path / "preprocessor_config.json").write_text('{"size": {"height": "x"}}')
+    assert main(["plan", str(tmp_path / "recipe.yaml")]) == 2
+    assert "preprocessor_config.json: height is 'x', but it must be a whole number" in capsys.readouterr().err
 
 
 def test_a_row_for_each_stage_is_whole_at_80_columns(

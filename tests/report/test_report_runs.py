@@ -25,7 +25,8 @@ from finetune.report.curves import SECONDS, STEP, TOKENS, envelope, smoothed
 from finetune.report.run_curves import curves_of, places
 from finetune.report.run_folder import read_run
 from finetune.report.run_sections import has_one_length, plan_of_run
-from finetune.report.text import as_number, cell
+from finetune.report.shapes import shortly
+from finetune.report.text import as_number, cell, number
 from finetune.report.write import write
 
 
@@ -518,3 +519,9 @@ def test_it_is_there_without_matplotlib_or_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_number_below_zero_is_written_as_the_one_above_it() -> None:
+    for value in (12345.0, 2e6, 3.5):
+        assert number(-value) == f"-{number(value)}"
+        assert shortly(-value) == f"-{shortly(value)}"
