@@ -57,7 +57,7 @@ the Trainer alone, which keeps bf16 runs' weights in fp32 under autocast. Peaks 
 synchronized start. Every run was measured once. Runs started side by side, but used the GPU one after the other.
 
 All plans here are those of today, after these runs had found three errors of the planner, so they are not held out.
-Three are: GPT-lite with checkpointing, gptlite-small and moe-small, which were read after the planner's last change.
+Three runs are held out: GPT-lite with checkpointing, gptlite-small and moe-small; they were read only afterwards.
 GPT-2's activation has a power, which autocast computes in fp32 on a GPU, but not on a CPU (-15%, and -23% with a
 chunked loss); a rank alone under ZeRO-3 does not copy the weights that it gathers (+6%); and `--calibrate` measured
 memory with tensors so small that launches took longer.
@@ -69,8 +69,8 @@ leaves in a block; plans do not count them.
 
 Step times have a floor of noise: two runs of GPT-2 with the same launches, on 1,024 tokens, took 40 and 56 ms. GPT-2
 at 16 x 1,024 tokens takes 30 ms longer than gptlite-small, the same model without dropout, where plans differ by 2 ms;
-with eager attention it is not slow. So most likely fused attention with dropout is. The fit makes up for it by a low
-bandwidth, so gptlite-small and eager attention are planned too slow.
+with eager attention it is not slow. So fused attention with dropout is probably the slow part. The fit makes up for it
+by a low bandwidth, so gptlite-small and eager attention are planned too slow.
 """
 CLASSES = "sequence_classification"
 # Models that are not known by name.

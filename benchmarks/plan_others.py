@@ -42,9 +42,9 @@ HEAD = """
 The first plans of these runs were made from their published configurations, before their figures were compared.
 Afterwards we gave the plans InternLM's links, LitGPT's GELU, the fp32 weights of PEFT's FSDP, and the loops of Adam.
 The model of step times has changed since, and so have the rates of products of GeForce cards and of the Quadro RTX
-8000: they were found in other publications after Answer.AI's rows had been planned 7% to 23% too slow, and Lambda's of
-the latter 11% to 21% too fast. The tables have today's plans. No constant was fitted to these rows, and none is left
-out because of its error. They are not in the tables above.
+8000: they were found in other publications after Answer.AI's rows had been planned 7% to 23% too slow, and Lambda's
+rows for the Quadro 11% to 21% too fast. The tables have today's plans. No constant was fitted to these rows, and none
+is left out because of its error. They are not in the tables above.
 
 - InternLM: InternLM/InternLM, doc/en/train_performance.md, a Llama of 7 billion parameters with 103,168 tokens, bf16;
   its ZeRO-1 over all ranks is planned as ours. Nodes have 4 x 100 Gb/s, a quarter of the profile's, and so has the
@@ -88,11 +88,11 @@ offload. PEFT's method_comparison and MosaicML's MI250 state no lengths or batch
 """
 TAIL = """
 Where plans are wrong: the allocator reserves more where lengths vary, more than twice as much in one row with 8,192
-tokens. Answer.AI's adapters are in bf16, and ours, without FSDP, in fp32, which is slower on its 4090s. Cards of 2020
-and later are slower than planned in Lambda's rows, the RTX 6000 Ada by a quarter: what a card of 300 W reaches was
-assumed from one of 350 W. InternLM slows down on many nodes, and plans hardly do. On V100s GPT-2 in fp16 and NVIDIA's
-BERT in fp32 are slower, and BERT in fp32 of "autotuning" is faster. In two rows that were out of memory a plan fits: 13
-billion parameters in 4 bits on a T4, and GPT-2-medium under DDP. We do not know why."""
+tokens. Answer.AI's adapters are in bf16, and ours, without FSDP, in fp32, which is slower on its 4090s. Most cards of
+2020 and later are slower than planned in Lambda's rows, the RTX 6000 Ada by a fifth to a quarter: what a card of 300 W
+reaches was assumed from one of 350 W. InternLM slows down on many nodes, and plans hardly do. On V100s GPT-2 in fp16
+and NVIDIA's BERT in fp32 are slower, and BERT in fp32 of "autotuning" is faster. In two rows that were out of memory a
+plan fits: 13 billion parameters in 4 bits on a T4, and GPT-2-medium under DDP. We do not know why."""
 
 
 def model_of_row(row: dict[str, Any], models: dict[str, Any]) -> Model:

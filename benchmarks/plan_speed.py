@@ -51,8 +51,8 @@ SOURCES = """
 Excluded, because a plan does not model it: `torch.compile`, FP8, tensor, context and expert parallelism, selective
 checkpointing (torchtitan's H100 rows, at 500 W per GPU), and runs that do not state the length of their samples
 (LitGPT). Also excluded are torchtune's rows on an A6000: 4,699 tokens/s with an 8B model are 226 TFLOP/s, on a chip
-with 155. There are no rows for an AMD chip, because we found no sufficiently detailed source; those of consumer cards
-are in the last chapter.
+with 155. There are no rows for an AMD chip, because we found no sufficiently detailed source; rows for consumer
+cards are in the last chapter.
 
 ## Many layouts
 

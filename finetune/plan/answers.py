@@ -121,8 +121,8 @@ def smallest_cluster(job: Job, machine: Machine, limits: Limits, steps: int | No
     numbers = [n for n in counts if (n <= per_node or not n % per_node) and not n % job.group]
     if not numbers:
         raise RequestError(
-            f"--deadline: a batch of {batch:,} cannot be shared by groups of {job.group} ranks. Give another "
-            "--global_batch_size."
+            f"--deadline: a batch of {batch:,} cannot be divided among groups of {job.group} ranks on nodes of "
+            f"{per_node}. Give another --global_batch_size, or smaller groups."
         )
     for ranks in numbers:
         if ranks * best_speed >= least_speed:

@@ -204,7 +204,7 @@ def layers_of(job: Job) -> Tape:
 
 
 def stage_weights(job: Job, part: Part) -> tuple[Tensor, ...]:
-    """Those that a pipeline's stage uses."""
+    """The weights that a pipeline stage uses."""
     segments = layers_of(job).segments[part.first : part.last]
     used = {name for segment in segments for op in segment.ops for name in op.weights}
     return tuple(tensor for tensor in job.model.tensors if tensor.name in used)

@@ -24,18 +24,26 @@ PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 # Parts of a name that do not change which machine it means: "NVIDIA A100-SXM4-80GB", "AMD Instinct MI300X".
 DECORATION = re.compile(r"nvidia|tesla|geforce|amd|instinct|sxm\d?|hbm\d\w?|[^a-z0-9]")
 # A bare name means the smaller memory: what fits there also fits the larger one.
-ALIASES = {"h100": "H100-80GB", "a100": "A100-40GB", "v100": "V100-16GB", "3090": "RTX3090", "4090": "RTX4090"}
+ALIASES = {"h100": "H100-80GB", "a100": "A100-40GB", "v100": "V100-16GB", "a800": "A800-80GB"}
 ALIASES |= {"h10080gbpcie": "H100-PCIe", "h200141gb": "H200", "b200180gb": "B200", "mi300x192gb": "MI300X"}
-ALIASES |= {"5090": "RTX5090", "5080": "RTX5080", "4080": "RTX4080", "4080super": "RTX4080-SUPER"}
 ALIASES |= {"rtxa6000": "A6000", "rtx6000adageneration": "RTX6000-Ada", "pro6000": "RTX-PRO-6000"}
 ALIASES |= dict.fromkeys(
     (f"rtxpro6000blackwell{edition}" for edition in ("", "workstationedition", "serveredition")), "RTX-PRO-6000"
 )
 ALIASES |= {"gh200480gb": "GH200", "b300ac": "B300", "mi250xmi250": "MI250X", "mi325x256gb": "MI325X"}
-ALIASES |= {"a800": "A800-80GB", "h800": "H800-80GB", "a10080gbpcie": "A100-PCIe-80GB", "a100pcie": "A100-PCIe-40GB"}
+ALIASES |= {
+    "v100pcie": "V100-PCIe-16GB",
+    "h800": "H800-80GB",
+    "a10080gbpcie": "A100-PCIe-80GB",
+    "a100pcie": "A100-PCIe-40GB",
+}
 ALIASES |= {"p100pcie16gb": "P100", "rtxa5000": "A5000", "rtxa4000": "A4000", "rtx8000": "Quadro-RTX8000"}
-ALIASES |= {"rtx4060ti": "RTX4060-Ti-8GB", "rtx5060ti": "RTX5060-Ti-8GB"}  # of either size, as the driver says it
-ALIASES |= {name: f"RTX{name}" for name in ("3080", "3060")} | {"2080ti": "RTX2080Ti", "3090ti": "RTX3090-Ti"}
+# Drivers say the same of either size.
+ALIASES |= dict.fromkeys(("4060ti", "rtx4060ti"), "RTX4060-Ti-8GB") | dict.fromkeys(
+    ("5060ti", "rtx5060ti"), "RTX5060-Ti-8GB"
+)
+GEFORCE = "2080Ti 3060 3080 3090 3090-Ti 4070-Ti-SUPER 4080 4080-SUPER 4090 4090-D 5070-Ti 5080 5090"
+ALIASES |= {name.replace("-", "").lower(): f"RTX{name}" for name in GEFORCE.split()}
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,7 @@ BYTES = Rule("a whole number of 0 or more", lambda found: _whole(found) and foun
 POSITIVE = Rule("a number above 0", lambda found: _finite(found) and found > 0)
 NOT_NEGATIVE = Rule("a number of 0 or more", lambda found: _finite(found) and found >= 0)
 SHARE = Rule("a share, above 0 and at most 1", lambda found: _finite(found) and 0 < found <= 1)
+SHARE_OR_0 = Rule("a share, 0 to 1", lambda found: _finite(found) and 0 <= found <= 1)
 LOSS = Rule("a share, 0 or more and below 1", lambda found: _finite(found) and 0 <= found < 1)
 
 
@@ -110,7 +119,7 @@ class Machine:
     )
     board_power_watts: Annotated[float, NOT_NEGATIVE] = 0.0  # per GPU, the board's maximum; 0 if no source gives it
     # Share of `gemm_efficiency` that products reach within a training step; 0: as on an A100 (kernels.SUSTAINED).
-    sustained: Annotated[float, NOT_NEGATIVE] = 0.0
+    sustained: Annotated[float, SHARE_OR_0] = 0.0
     step_factor: Annotated[float, POSITIVE] = 1.0  # a real step's time / the sum of its operators'
 
     @property

@@ -95,14 +95,14 @@ class Trace:
         return self if self.beyond is None or self.window is None or tokens < self.window else self.beyond
 
     def backwards(self, *ends: int) -> Iterator[tuple[Any, bool]]:
-        """Operators from the last to the first, and whether the values `ends` get a gradient through each. By storage:
+        """Operators from the last to the first, and whether a gradient of the values `ends` reaches each. By storage:
         what an operator writes into a view is read through others."""
         places = {self.values[number][2] for number in ends}
         for op in reversed(self.ops):
-            is_read = not places.isdisjoint(self.values[number][2] for number in op["out"])
-            if is_read:
+            is_reached = not places.isdisjoint(self.values[number][2] for number in op["out"])
+            if is_reached:
                 places.update(self.values[number][2] for number in op["in"] if self.values[number][3])
-            yield op, is_read
+            yield op, is_reached
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise RequestError(f"{error} Give a Hugging Face model's folder or its config.json.") from error
     for name, kind, what in (("architectures", list, "a list"), ("text_config", dict, "an object")):
         if not isinstance(config.get(name), kind | None):
-            raise RequestError(f"{file}: {name} is {config[name]!r}, but it must be {what}.")
+            raise RequestError(f"{file}: {name} is {config[name]!r}, but it must be {what}. Correct it.")
     return config
 
 
@@ -189,7 +189,7 @@ def _resnet(sizes: Sizes) -> Model:
 def _traced(found: Mapping[str, Any], head: str, sizes: Sizes) -> Model:
     beyond = _trace(found["beyond"]) if found["beyond"] else None
     trace = _trace(found["trace"], window=found["window"], beyond=beyond)
-    reached = {name for op, is_read in trace.backwards(trace.result) if is_read for name in op["weights"]}
+    reached = {name for op, is_reached in trace.backwards(trace.result) if is_reached for name in op["weights"]}
     named = (Tensor(name, tuple(shape), *rest) for name, shape, *rest in found["tensors"])
     tensors = tuple(replace(tensor, is_reached=tensor.name in reached) for tensor in named)
     buffers = tuple(Buffer(name, tuple(shape), each) for name, shape, each in found["buffers"])

@@ -90,7 +90,7 @@ def _line(image: Image.Image, line: Line, points: Sequence[Point], colour: str) 
 
 
 def _dashes(points: Sequence[Point]) -> Iterator[Sequence[Point]]:
-    """The parts of a line on a fine mask that are not left out."""
+    """A line's dashes, on a fine mask."""
     dash, space = DASH * SCALE * FINE, SPACE * SCALE * FINE
     piece, left, is_dash = [points[0]], dash, True
     for start, end in pairwise(points):

@@ -34,7 +34,7 @@ SPEED = ("real_tokens_per_second", "samples_per_second", "step_seconds_median", 
          "padding_share", "peak_memory_gib", "train_runtime")  # fmt: skip
 MEASURED_ON_GPU = "Measured on a GPU: the allocator's peak."
 MEASURED_ON_CPU = "Measured on a CPU: the peak resident set of the process, including Python and its libraries."
-# Pictures in a run's folder that the report draws anew; it shows these only if it cannot.
+# Pictures in a run's folder that the report draws anew; with words, it shows them if it cannot.
 DRAWN_HERE = {
     "confusion_matrix.png": "True against predicted labels", "experts.png": "Tokens of each expert",
     "schedule.png": "A step of the pipeline, planned and measured", "training_curve.png": "",

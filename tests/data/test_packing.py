@@ -137,6 +137,18 @@ def test_a_batch_is_its_rows(document_mask: bool, some: list[bool] | None) -> No
             got = rows.__getitems__(numbers)
             assert len(got) == len(numbers)
             for row, number in zip(got, numbers, strict=True):
+                wanted = rows._of_pieces(number)
                 assert {name: value.tolist() for name, value in row.items()} == {
-                    name: value.tolist() for name, value in rows[number].items()
+                    name: value.tolist() for name, value in wanted.items()
                 }
+
+
+def test_wrapped_rows_of_one_length_take_a_single_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = corpus([30])
+    rows, asked = PackedDataset(tokens, wrapped(tokens.starts, 8, True)[0], False), list[int]()
+    monkeypatch.setattr(rows, "_of_pieces", lambda index: asked.append(index))
+    rows.__getitems__([0, 2, 1])
+    assert rows[1]["input_ids"].tolist() == list(range(8, 16))
+    assert asked == []
+    rows.__getitems__([2, 3])
+    assert asked == [2, 3], "the last block is shorter"

@@ -108,7 +108,7 @@ def test_the_smallest_cluster_meets_the_deadline_and_no_smaller_one_does() -> No
         smallest_cluster(job, A100, limits, steps, 1e-5)
     with pytest.raises(RequestError, match="the fastest takes"):
         smallest_cluster(job, A100, limits, steps, 0.7 * hours(64))
-    with pytest.raises(RequestError, match="a batch of 6 cannot be shared by groups of 4 ranks"):
+    with pytest.raises(RequestError, match="a batch of 6 cannot be divided among groups of 4 ranks on nodes of 8"):
         smallest_cluster(replace(job, expert_parallel_size=4), A100, Limits(6, ("zero2",)), steps, least)
 
 

@@ -27,7 +27,8 @@ GIB = 2**30
 OF_SOME = {"flash_attention_2", "board_power_watts", "sustained"}  # optional: unknown for other machines
 NO_NUMBERS = {"name", "device", "sources", "step_factor"}
 
-# name: peaks in TFLOP/s (fp32, tf32, fp16, bf16), dense, from the vendors' papers; GiB of memory, at least and at most.
+# name: peaks in TFLOP/s (fp32, tf32, fp16, bf16), dense, with sums in fp32, from the vendors' papers; GiB of
+# memory, at least and at most.
 EXPECTED = {
     "V100-16GB": ((15.7, None, 125, None), 15.7, 16),
     "V100-32GB": ((15.7, None, 125, None), 31.7, 32),
@@ -284,13 +285,13 @@ def test_another_card_of_the_same_chip_is_not_taken_for_the_one_we_know() -> Non
             find_machine(name)
 
 
-def test_every_gpu_of_nvidia_has_its_compute_capability() -> None:
+def test_every_gpu_of_nvidia_has_a_compute_capability() -> None:
     known = {re.sub(r"-\d+GB$", "", name).upper() for name in machine_names() if find_machine(name).device == "cuda"}
     assert known == set(GPU_CAPABILITY)
 
 
-def test_only_cards_that_accumulate_in_fp32_at_half_the_rate_sustain_the_rate_of_products_alone() -> None:
-    """GeForce cards, whose power is not exhausted by their products."""
+def test_only_geforce_cards_sustain_the_rate_of_products_alone() -> None:
+    """Their power is not exhausted by products."""
     for name in SHIPPED_NAMES:
         machine = find_machine(name)
         is_geforce = name.startswith("RTX") and name not in ("RTX6000-Ada", "RTX-PRO-6000")

@@ -496,7 +496,7 @@ def test_what_is_no_number_is_not_drawn(value: Any) -> None:
 
 
 @pytest.mark.parametrize("large", [1e308, -1e308, 1e100])
-def test_numbers_that_are_too_large_end_no_report(large: float, tmp_path: Path) -> None:
+def test_numbers_that_are_too_large_to_add_do_not_break_a_report(large: float, tmp_path: Path) -> None:
     """A sum or a product of them is infinite, of which no axis can be made."""
     rows = [{"step": step, "loss": loss, "step_seconds": abs(loss), "real_tokens_per_second": abs(loss)}
             for step, loss in ((1, large), (2, -large), (3, 1.0))]  # fmt: skip
@@ -521,7 +521,7 @@ def test_it_is_there_without_matplotlib_or_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_number_below_zero_is_written_as_the_one_above_it() -> None:
+def test_a_negative_number_is_written_like_its_positive() -> None:
     for value in (12345.0, 2e6, 3.5):
         assert number(-value) == f"-{number(value)}"
         assert shortly(-value) == f"-{shortly(value)}"

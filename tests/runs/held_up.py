@@ -49,7 +49,7 @@ def held_up(trainer: PipelineTrainer) -> None:
         spoil(trainer)
     if happens == "kill" and is_last:
         os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # on a busy machine it takes longer than a few steps
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # on a busy machine dying can take longer than a few steps
     else:
         os.kill(pid, signal.SIGCONT)
 

@@ -35,7 +35,7 @@ class Uses:
         self.attentions = {number: op for name, op, number in users if name == ATTENTION}
         self.head = max((at for at, op in enumerate(trace.ops) if op["name"] in LINEAR and op["weights"]), default=-1)
         ends = trace.backwards(trace.result, *trace.kept)
-        self.idle = {number for op, is_read in ends if not is_read for number in op["out"]}
+        self.idle = {number for op, is_reached in ends if not is_reached for number in op["out"]}
         wholes = dict[int, int]()
         for op in trace.ops:
             wholes |= {part: wholes.get(op["in"][0], op["in"][0]) for part in op["out"] if op["part"] and op["in"]}
