@@ -145,7 +145,8 @@ def test_blocks_have_a_bos_for_each_document_and_it_is_learnt_after_another_docu
     data = prepared(made, block_size=24, blocks=blocks, **flags)
     train, count = data.splits["train"], 20
     items = list(train.blocks(0)) if streaming else [train[i] for i in range(len(train))]
-    inputs, labels = (np.concatenate([np.asarray(item[name]) for item in items]) for name in ("input_ids", "labels"))
+    read, learn = "input_ids", "shift_labels"
+    inputs, labels = (np.concatenate([np.asarray(item[name]) for item in items]) for name in (read, learn))
     assert (inputs == made.bos_token_id).sum() == count
     follows = packing == "wrapped" and not document_mask
     assert (labels == made.bos_token_id).sum() == (count - 1 if follows else 0)
