@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ SHARING = "ranks_that_share_each_text"
 
 
 def write_batch(place: Path, batches: list[dict[str, torch.Tensor]], rng: dict[str, torch.Tensor]) -> None:
-    """`rank-R.safetensors`: tensors named MICRO_BATCH.NAME, and the random states from before the step."""
+    """`rank-R.safetensors`: tensors named MICRO_BATCH.NAME, and the random states from before the step. Labels that are
+    one tensor under two names are written twice, because safetensors refuses shared memory."""
     rank = distributed.get_rank() if distributed.is_initialized() else 0
     place.mkdir(parents=True, exist_ok=True)
-    tensors = {f"{i}.{name}": t.cpu().contiguous() for i, batch in enumerate(batches) for name, t in batch.items()}
+    own = partial(torch.clone, memory_format=torch.contiguous_format)
+    tensors = {f"{i}.{name}": own(t.cpu()) for i, batch in enumerate(batches) for name, t in batch.items()}
     save_file(tensors | {RNG + name: state.cpu() for name, state in rng.items()}, place / f"rank-{rank}.safetensors")
 
 

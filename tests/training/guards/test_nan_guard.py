@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from finetune.data.numbered import NUMBER
@@ -437,3 +438,11 @@ def test_a_step_keeps_running_statistics_without_a_walk_over_the_model() -> None
     assert not torch.equal(model[1].running_mean, before)
     suspect.forget_loss()
     assert torch.equal(model[1].running_mean, before)
+
+
+def test_labels_under_two_names_are_written_twice(tmp_path: Path) -> None:
+    labels = torch.arange(6).reshape(2, 3).T
+    write_batch(tmp_path, [{"labels": labels, "shift_labels": labels}], {})
+    read = load_file(tmp_path / "rank-0.safetensors")
+    assert torch.equal(read["0.labels"], labels)
+    assert torch.equal(read["0.shift_labels"], labels)
