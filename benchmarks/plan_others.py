@@ -17,7 +17,7 @@ from finetune.plan.memory import plan_memory
 from finetune.plan.model import Model, in_4bit, model_of, with_lora
 from finetune.plan.named import find_model_config
 from finetune.plan.optimizers import Optimizer
-from finetune.plan.plan import RESERVED, shown_bytes, usable_bytes
+from finetune.plan.plan import RESERVED, shown_bytes
 from finetune.plan.search import laid_out
 from finetune.plan.seconds import plan_seconds
 from finetune.plan.values import Lora
@@ -154,7 +154,7 @@ def speed_of(row: dict[str, Any], models: dict[str, Any]) -> Speed:
 
 def fits(row: dict[str, Any], models: dict[str, Any]) -> tuple[bool, float]:
     """Whether a plan fits, and the share of the usable memory that it takes."""
-    share = peak_of(row, models) / usable_bytes(machine_of(row))
+    share = peak_of(row, models) / machine_of(row).usable_bytes
     return share <= 1, share
 
 

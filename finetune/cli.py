@@ -9,6 +9,7 @@ import importlib
 import io
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from finetune import __version__
@@ -37,6 +38,18 @@ def main(argv: list[str] | None = None) -> int:
         return INTERRUPTED
 
 
+def _path(words: str) -> str:
+    """A path, with the home folder for ~. Raises RequestError for one that cannot be, or that may not be looked at."""
+    path = os.path.expanduser(words)
+    try:
+        Path(path).expanduser().lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: ~ of nobody
+        raise RequestError(f"{words}: cannot be read ({getattr(error, 'strerror', None) or error}).") from error
+    return path
+
+
 class _RecipeFlag(argparse.Action):
     """Collects the values of a recipe's flag in `flags`, for the recipe's own parser."""
 
@@ -59,9 +72,10 @@ def parser() -> argparse.ArgumentParser:
     _bench_options(commands.add_parser("bench", help="really run a grid of models and layouts, and compare them"))
     reports = "report on runs and benchmarks, as one self-contained page or as Markdown"
     add = commands.add_parser("report", help=reports).add_argument
-    add("paths", nargs="+", metavar="RUN_OR_BENCH", help="the --output_dir of a recipe or of `finetune bench`")
-    add("--html", metavar="FILE", help="the page (default: report.html in the folder, or here for several)")
-    add("--markdown", metavar="FILE", help="for a model card, with its pictures in a folder beside it")
+    add("paths", nargs="+", type=_path, metavar="RUN_OR_BENCH", help="the --output_dir of a recipe or of "
+        "`finetune bench`")  # fmt: skip
+    add("--html", type=_path, metavar="FILE", help="the page (default: report.html in the folder, or here for several)")
+    add("--markdown", type=_path, metavar="FILE", help="for a model card, with its pictures in a folder beside it")
     _checkpoint_options(commands.add_parser("checkpoint", help="list a run folder's checkpoints and verify them"))
     _export_options(commands.add_parser("export", help="convert a checkpoint of any layout to a transformers model"))
     from finetune.generation.flags import add_chat, add_generate
@@ -151,8 +165,8 @@ def _plan_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("target", nargs="?", metavar="YAML|FOLDER|NAME", help="a recipe or its YAML; a model's folder or config.json; "
         "or a known model's name, such as gpt2")  # fmt: skip
-    add("--gpu", default="cpu", metavar="NAME|FILE", help="such as H100-80GB, or a profile that --calibrate wrote "
-        "(default: cpu)")  # fmt: skip
+    add("--gpu", type=_path, default="cpu", metavar="NAME|FILE", help="such as H100-80GB, or a profile that "
+        "--calibrate wrote (default: cpu)")  # fmt: skip
     add("--nodes", type=int, metavar="N", help="machines (default 1)")
     add("--gpus_per_node", type=int, metavar="N", help="ranks on each (default: usual for machines with this GPU)")
     add("--global_batch_size", type=int, metavar="N", help="samples per step that each layout must reach (default: "
@@ -168,13 +182,14 @@ def _plan_options(command: argparse.ArgumentParser) -> None:
     add("--one_more_gpu", action="store_true", help="print what adding one GPU changes")
     add("--params_per_layer", type=int, metavar="N", help="for a model of an unknown family")
     add("--json", action="store_true", help="bytes and seconds, for another program")
-    add("--html", metavar="FILE", help="one page with pictures")
-    add("--png", metavar="FILE", help="only the pictures")
-    add("--write", metavar="FILE", help="write the DeepSpeed config of the fastest layout that fits")
+    add("--html", type=_path, metavar="FILE", help="one page with pictures")
+    add("--png", type=_path, metavar="FILE", help="only the pictures")
+    add("--write", type=_path, metavar="FILE", help="write the DeepSpeed config of the fastest layout that fits")
     add("--autotune", type=int, metavar="N", help="run the best N on this machine, and rank them by measured speed")
     add("--estimator", action="store_true", help="print DeepSpeed's own memory estimates beside the plan")
     add("--verify", action="store_true", help="run the plan on this machine, and print planned and measured values")
-    add("--calibrate", metavar="FILE", help="measure this machine and write a profile for --gpu; takes two minutes")
+    add("--calibrate", type=_path, metavar="FILE", help="measure this machine and write a profile for --gpu; "
+        "takes two minutes")  # fmt: skip
     add("--ranks", type=int, metavar="N", help="processes that --calibrate measures with (default 2)")
     from finetune.run.choose import recipes
 
@@ -195,16 +210,18 @@ def _plan_options(command: argparse.ArgumentParser) -> None:
 
 def _bench_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("target", metavar="YAML|FOLDER", help="a grid, such as recipes/configs/bench_laptop.yaml; or the folder of a "
-        "finished one, to show its results")  # fmt: skip
-    add("--output_dir", metavar="FOLDER", help="default: runs/ and the YAML's name")
+    add("target", type=_path, metavar="YAML|FOLDER", help="a grid, such as recipes/configs/bench_laptop.yaml; "
+        "or the folder of a finished one, to show its results")  # fmt: skip
+    add("--output_dir", type=_path, metavar="FOLDER", help="default: runs/ and the YAML's name")
     add("--resume", action="store_true", help="run the cells that are missing in that folder")
     add("--scale", type=float, metavar="S", help="scale of the models' sizes; overrides the YAML's")
     add("--repeats", type=int, metavar="N", help="launches of each cell; overrides the YAML's")
     add("--only", metavar="PATTERN", help="cells whose names match: 'wide-*', or zero2,zero3 for those with either")
     add("--dry_run", action="store_true", help="list what would run, with the plan for each")
-    add("--machine", metavar="NAME|FILE", help="the machine profile to plan with (default: this machine's, if known)")
-    add("--compare", metavar="OLD", help="another benchmark's folder or results.jsonl; exit status 1 if this is worse")
+    add("--machine", type=_path, metavar="NAME|FILE", help="the machine profile to plan with (default: this "
+        "machine's, if known)")  # fmt: skip
+    add("--compare", type=_path, metavar="OLD", help="another benchmark's folder or results.jsonl; exit status "
+        "1 if this is worse")  # fmt: skip
     add("--threshold", type=float, default=0.05, metavar="X", help="how much worse, as a fraction (default 0.05)")
 
 

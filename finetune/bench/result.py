@@ -8,12 +8,13 @@ import os
 import shlex
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError
 from finetune.measure.outcome import DONE
+from finetune.report.text import as_number
 from finetune.run.flat_yaml import read_flat_yaml
 from finetune.safe_read import read_json_lines, read_json_object
 
@@ -102,31 +103,31 @@ def read_results(place: Path) -> tuple[list[Row], int]:
     return rows, torn
 
 
+KINDS = {"str": str, "int": int, "float": int | float, "list": list, "dict": dict, "None": type(None)}
+
+
 def checked(row: Row) -> Row:
-    """`row`, unchanged. Raises ValueError if it is done but lacks measurements."""
+    """`row`, unchanged. Raises ValueError if a value is not of its kind, or if it is done but lacks measurements."""
+    for one in fields(row):
+        kinds = [KINDS[kind.partition("[")[0]] for kind in str(one.type).split(" | ")]
+        if not any(isinstance(getattr(row, one.name), kind) for kind in kinds):
+            raise ValueError(f"{one.name} is {getattr(row, one.name)!r}")
     if not row.is_done:
         return row
-    memory = row.memory if isinstance(row.memory, dict) else {}
     figures: dict[str, Any] = {
         "step_seconds": row.step_seconds,
         "samples_per_second": [row.samples_per_second],
-        "memory.peak_bytes": memory.get("peak_bytes"),
-        "memory.average_bytes": memory.get("average_bytes"),
+        "memory.peak_bytes": row.memory.get("peak_bytes"),
+        "memory.average_bytes": row.memory.get("average_bytes"),
     }
     for name, values in figures.items():
-        if not values or not _are_numbers(values):
+        if not values or not isinstance(values, list) or None in map(as_number, values):
             raise ValueError(f"it is done, but {name} is {values!r}")
-    if not _are_numbers(row.losses):
+    if any(isinstance(loss, bool) or not isinstance(loss, int | float) for loss in row.losses):  # NaN is a loss
         raise ValueError(f"it is done, but losses is {row.losses!r}")
     if min(row.step_seconds) <= 0:
         raise ValueError(f"it is done, but step_seconds is {row.step_seconds!r}")
     return row
-
-
-def _are_numbers(values: Any) -> bool:
-    return isinstance(values, list) and not any(
-        isinstance(one, bool) or not isinstance(one, int | float) for one in values
-    )
 
 
 def by_cell(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -166,6 +167,7 @@ def _record(folder: Path) -> dict[str, Any]:
         return {}
     try:
         content = read_json_object(path, inside=folder)
-        return {"scale": content["scale"], "repeats": int(content.get("repeats", 1)), "cells": list(content["cells"])}
+        cells = [str(cell) for cell in content["cells"]]
+        return {"scale": content["scale"], "repeats": int(content.get("repeats", 1)), "cells": cells}
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise RequestError(f"{path}: is not a benchmark's record ({error}). Delete the folder, or fix it.") from error

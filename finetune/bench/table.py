@@ -57,13 +57,10 @@ def _ratio(ratio: Ratio | None) -> str:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    last = rows[-1]
-    machine, versions = last.machine, last.versions
-    where = ", ".join(machine.get("gpus") or []) or f"{machine.get('processor')}, {machine.get('cores')} core(s)"
+    where = " | ".join(dict.fromkeys(map(_where, rows)))
     by = sorted({str(row.memory.get("measured_by")) for row in rows if row.is_done})
     lines = [
-        f"{where}; torch {versions.get('torch')}, deepspeed {versions.get('deepspeed')}; "
-        f"{last.started[:10]}; revision {', '.join(sorted({row.git_revision for row in rows}))}",
+        f"{where}; {rows[-1].started[:10]}; revision {', '.join(sorted({row.git_revision for row in rows}))}",
     ]
     if by:
         lines.append(f"peak and average: of the fullest rank, measured by {' and '.join(by)}")
@@ -74,6 +71,12 @@ def notes(rows: Sequence[Row]) -> list[str]:
         lines.append(f"planned: step ms and peak MiB by `finetune plan` on the profile {profiles}")
     lines.append(f"published: {study()['title']}, {study()['machine']}, as ratios to its DDP ({study()['source']})")
     return lines
+
+
+def _where(row: Row) -> str:
+    machine, versions = row.machine, row.versions
+    on = ", ".join(machine.get("gpus") or []) or f"{machine.get('processor')}, {machine.get('cores')} core(s)"
+    return f"{on}; torch {versions.get('torch')}, deepspeed {versions.get('deepspeed')}"
 
 
 def losses_apart(rows: Sequence[Row]) -> float | None:

@@ -172,7 +172,7 @@ def _machine(name: str) -> Machine:
 
 
 def _limits(asked: argparse.Namespace, job: Job, planned: Run) -> Limits:
-    layouts = tuple(asked.layouts or LAYOUTS)
+    layouts = tuple(dict.fromkeys(asked.layouts or LAYOUTS))
     if wrong := [name for name in layouts if name not in LAYOUTS]:
         raise RequestError(f"--layouts {wrong[0]}: give some of {', '.join(LAYOUTS)}.")
     precisions = () if any(name in planned.given for name in ("bf16", "fp16")) else ("fp32", "bf16", "fp16")

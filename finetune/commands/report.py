@@ -15,7 +15,7 @@ def run(asked: argparse.Namespace) -> int:
     """The exit status, 0. Files that could not be read are noted on stderr and on the page. Raises RequestError."""
     from finetune.report.write import write
 
-    paths = [Path(name).expanduser() for name in asked.paths]
+    paths = [Path(name) for name in asked.paths]
     html = Path(asked.html) if asked.html else None
     markdown = Path(asked.markdown) if asked.markdown else None
     if html is None and markdown is None:

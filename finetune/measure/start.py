@@ -85,6 +85,7 @@ def arguments(job: Job, config: dict[str, Any] | None, folder: Path, steps: int,
         "gradient_accumulation_steps": job.accumulation,
         "bf16": job.precision == "bf16",
         "fp16": job.precision == "fp16",
+        "logging_nan_inf_filter": job.looks_at_loss,
         "deepspeed": "none",
     }
     optional = {

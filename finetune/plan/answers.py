@@ -7,7 +7,6 @@ before the first that does not.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,10 +15,10 @@ from typing import Any
 
 from finetune.errors import RequestError
 from finetune.plan.job import PIPELINE, TRAINER, Job
-from finetune.plan.machine import Machine
+from finetune.plan.machine import Machine, write_json
 from finetune.plan.plan import Plan, fullness, plan
 from finetune.plan.search import MOST_RANKS, NOT_EVERYWHERE, Candidate, Found, Limits, bases, laid_out, search, shipped
-from finetune.plan.seconds import plan_seconds
+from finetune.plan.seconds import plan_seconds, shared
 from finetune.run.flags.groups import GROUPS
 
 ABOVE = 2  # sizes to try above the boundary found: a model with more parameters can need less memory
@@ -115,7 +114,12 @@ def smallest_cluster(job: Job, machine: Machine, limits: Limits, steps: int | No
     tried = list[list[Candidate] | None]()
     least_speed = steps * batch / (3600 * hours)  # samples a second
     step = plan_seconds(job, machine)
-    best_speed = max(machine.peak_flops.values()) / (step.model_flops / step.samples)  # per rank: no plan is faster
+    each = step.model_flops / step.samples
+
+    def most(ranks: int) -> float:
+        """Samples per second at peak speed: no plan is faster."""
+        return ranks * max(shared(machine, min(ranks, per_node)).peak_flops.values()) / each
+
     divisors = (n for n in range(1, min(batch, MOST_RANKS) + 1) if batch % n == 0)
     counts = (n * job.sequence_parallel_size for n in divisors)
     numbers = [n for n in counts if (n <= per_node or not n % per_node) and not n % job.group]
@@ -125,7 +129,7 @@ def smallest_cluster(job: Job, machine: Machine, limits: Limits, steps: int | No
             f"{per_node}. Give another --global_batch_size, or smaller groups."
         )
     for ranks in numbers:
-        if ranks * best_speed >= least_speed:
+        if most(ranks) >= least_speed:
             one = replace(job, world_size=ranks, ranks_per_node=min(ranks, per_node))
             tried.append(_fastest(one, machine, limits))
             for best in tried[-1] or ():
@@ -145,7 +149,7 @@ def smallest_cluster(job: Job, machine: Machine, limits: Limits, steps: int | No
     elif tried:
         why = "nothing fits"
     else:
-        why = f"even at peak speed {_ranks(numbers[-1])} {steps * batch / (numbers[-1] * best_speed) / 3600:.3g} hours"
+        why = f"even at peak speed {_ranks(numbers[-1])} {steps * batch / most(numbers[-1]) / 3600:.3g} hours"
     raise RequestError(
         f"--deadline {hours:g}: no cluster finishes {steps:,} steps of {batch:,} samples in that many hours; {why}. "
         "Allow more time, use a faster GPU, or give a larger --global_batch_size with fewer steps."
@@ -227,7 +231,7 @@ def write_config(path: Path, found: Found | None, has_disk: bool = False) -> str
             return f"nothing written: {alone}"
         alone += f" ({fastest.samples_per_second / best.samples_per_second:.2f}x as fast)\n"
     assert best is not None
-    path.write_text(json.dumps(shipped(best.layout), indent=2) + "\n", encoding="utf-8")
+    write_json(shipped(best.layout), path)
     flags = flags_of(best.plan.job, has_disk=has_disk, shared=shared)
     recipe = "recipes/causal_lm_pipeline.py" if best.plan.job.engine == PIPELINE else "RECIPE"
     return f"{alone}wrote {path} ({best.words}); run {recipe} --deepspeed {path} {flags}"

@@ -66,6 +66,7 @@ def job_of(
         saves_beside_from=_saves_beside_from(run, device),
         looks_ahead=has_router_loss(run, model.sizes.config),
         merges_adapter=bool(lora and run.value("merge_adapter")),
+        looks_at_loss=run.value("logging_nan_inf_filter") or run.value("on_nan") not in (None, "off"),
         **of_groups(run),
         **_teacher(run, flags["bf16"], params_per_layer, notes),
         **({"eval_batch": facts.eval_batch_of(run)} | _preferences(run, model, flags["bf16"], notes)),

@@ -67,6 +67,7 @@ class Job:
     expert_load: float = 1.0  # tokens for the experts of the rank that is planned, relative to the mean of its group
     checkpoints_on_host: bool = False  # with `checkpoint_interval`: what recomputed layers save lies on the host
     tiled_mlp_num_shards: int = 0  # parts of the tokens on which each MLP is computed in turn; 0: it is not tiled
+    looks_at_loss: bool = True  # in each step, before the optimizer's: logging_nan_inf_filter, or --on_nan
 
     @property
     def data_parallel_size(self) -> int:
@@ -121,6 +122,12 @@ class Job:
     def stepping(self) -> Optimizer:
         """The optimizer, with states in the precision of its weights."""
         return replace(self.optimizer, bytes_each=HALF_BYTES) if self.trains_half else self.optimizer
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the host launches the end of a step while the device still computes its passes. DeepSpeed and the
+        loss scaler of fp16 wait for them anyway (torch 2.13, amp/grad_scaler.py, _maybe_opt_step)."""
+        return not self.looks_at_loss and self.engine in (TRAINER, FSDP) and self.precision != "fp16"
 
     @property
     def weight_bytes(self) -> int:

@@ -22,28 +22,19 @@ SHIPPED = Path(__file__).resolve().parent / "machines"
 DEVICES = ("cuda", "cpu", "rocm")
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 # Parts of a name that do not change which machine it means: "NVIDIA A100-SXM4-80GB", "AMD Instinct MI300X".
-DECORATION = re.compile(r"nvidia|tesla|geforce|amd|instinct|sxm\d?|hbm\d\w?|[^a-z0-9]")
+DECORATION = re.compile(r"nvidia|tesla|geforce|rtx|amd|instinct|sxm\d?|hbm\d\w?|[^a-z0-9]")
 # A bare name means the smaller memory: what fits there also fits the larger one.
-ALIASES = {"h100": "H100-80GB", "a100": "A100-40GB", "v100": "V100-16GB", "a800": "A800-80GB"}
-ALIASES |= {"h10080gbpcie": "H100-PCIe", "h200141gb": "H200", "b200180gb": "B200", "mi300x192gb": "MI300X"}
-ALIASES |= {"rtxa6000": "A6000", "rtx6000adageneration": "RTX6000-Ada", "pro6000": "RTX-PRO-6000"}
+ALIASES = {"h100": "H100-80GB", "a100": "A100-40GB", "v100": "V100-16GB", "a800": "A800-80GB", "h800": "H800-80GB"}
+ALIASES |= {"a100pcie": "A100-PCIe-40GB", "v100pcie": "V100-PCIe-16GB"}
+ALIASES |= {"4060ti": "RTX4060-Ti-8GB", "5060ti": "RTX5060-Ti-8GB"}  # drivers say the same of either size
+# As drivers and vendors spell them.
+ALIASES |= {"h10080gbpcie": "H100-PCIe", "a10080gbpcie": "A100-PCIe-80GB", "p100pcie16gb": "P100"}
+ALIASES |= {"h200141gb": "H200", "gh200480gb": "GH200", "b200180gb": "B200", "b300ac": "B300"}
+ALIASES |= {"mi250xmi250": "MI250X", "mi300x192gb": "MI300X", "mi325x256gb": "MI325X"}
+ALIASES |= {"8000": "Quadro-RTX8000", "6000adageneration": "RTX6000-Ada"}
 ALIASES |= dict.fromkeys(
-    (f"rtxpro6000blackwell{edition}" for edition in ("", "workstationedition", "serveredition")), "RTX-PRO-6000"
+    (f"pro6000blackwell{edition}" for edition in ("", "workstationedition", "serveredition")), "RTX-PRO-6000"
 )
-ALIASES |= {"gh200480gb": "GH200", "b300ac": "B300", "mi250xmi250": "MI250X", "mi325x256gb": "MI325X"}
-ALIASES |= {
-    "v100pcie": "V100-PCIe-16GB",
-    "h800": "H800-80GB",
-    "a10080gbpcie": "A100-PCIe-80GB",
-    "a100pcie": "A100-PCIe-40GB",
-}
-ALIASES |= {"p100pcie16gb": "P100", "rtxa5000": "A5000", "rtxa4000": "A4000", "rtx8000": "Quadro-RTX8000"}
-# Drivers say the same of either size.
-ALIASES |= dict.fromkeys(("4060ti", "rtx4060ti"), "RTX4060-Ti-8GB") | dict.fromkeys(
-    ("5060ti", "rtx5060ti"), "RTX5060-Ti-8GB"
-)
-GEFORCE = "2080Ti 3060 3080 3090 3090-Ti 4070-Ti-SUPER 4080 4080-SUPER 4090 4090-D 5070-Ti 5080 5090"
-ALIASES |= {name.replace("-", "").lower(): f"RTX{name}" for name in GEFORCE.split()}
 
 
 @dataclass(frozen=True)
@@ -53,8 +44,9 @@ class Rule:
 
 
 def _finite(found: Any) -> bool:
-    """Also false for numbers beyond any machine's, which might overflow later."""
-    return isinstance(found, (int, float)) and not isinstance(found, bool) and -1e30 < found < 1e30
+    """Also false for numbers beyond any machine's, with which sums and quotients might end as infinity or as 0."""
+    is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
+    return is_number and (found == 0 or 1e-30 < abs(found) < 1e30)
 
 
 def _whole(found: Any) -> bool:
@@ -123,6 +115,12 @@ class Machine:
     step_factor: Annotated[float, POSITIVE] = 1.0  # a real step's time / the sum of its operators'
 
     @property
+    def usable_bytes(self) -> int:
+        """What torch's allocator can give to tensors: the device's memory less the context and less the share lost
+        between blocks."""
+        return int((self.memory_bytes - self.context_bytes) * (1 - self.fragmentation))
+
+    @property
     def torch_device(self) -> str:
         """The name that torch gives the device: it calls AMD's "cuda", too."""
         return "cpu" if self.device == "cpu" else "cuda"
@@ -149,9 +147,12 @@ def machine_names() -> tuple[str, ...]:
 
 
 def find_machine(name: str) -> Machine:
-    """A shipped machine by name, as people or drivers spell it, or a path to a .json file. Raises RequestError."""
-    if name.endswith(".json"):
-        return read_machine(Path(name).expanduser())
+    """A shipped machine by name, or a path to a .json file. Raises RequestError."""
+    return read_machine(Path(name).expanduser()) if name.endswith(".json") else shipped_machine(name)
+
+
+def shipped_machine(name: str) -> Machine:
+    """A shipped machine by name, as people or drivers spell it. Raises RequestError."""
     names = {_plain(shipped): shipped for shipped in machine_names()} | ALIASES
     if _plain(name) in names:
         return read_machine(SHIPPED / f"{names[_plain(name)]}.json")
@@ -180,13 +181,23 @@ def read_machine(path: Path) -> Machine:
         )
     objects: dict[str, Any] = {name: Link(**found[name]) for name in ("intra_node", "inter_node", "host_link")}
     objects["nvme"] = Nvme(**found["nvme"])
-    return Machine(**{**found, **objects})
+    machine = Machine(**{**found, **objects})
+    if machine.usable_bytes < 1:
+        raise RequestError(
+            f"{path}: context_bytes and fragmentation leave nothing of memory_bytes {machine.memory_bytes:,}. Fix them."
+        )
+    return machine
 
 
 def write_machine(machine: Machine, path: Path) -> None:
     """In the form that `read_machine` reads. Raises RequestError if the file cannot be written."""
+    write_json(dataclasses.asdict(machine), path)
+
+
+def write_json(content: dict[str, Any], path: Path) -> None:
+    """Raises RequestError if the file cannot be written."""
     try:
-        path.write_text(json.dumps(dataclasses.asdict(machine), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise RequestError(f"{path}: cannot be written ({error}). Give another path.") from error
 

@@ -30,7 +30,7 @@ class Plan:
 
     @property
     def limit_bytes(self) -> int:
-        return usable_bytes(self.machine)
+        return self.machine.usable_bytes
 
     @property
     def host_limit_bytes(self) -> int:
@@ -60,12 +60,6 @@ class Plan:
     def fits(self) -> bool:
         """On the device of every kind of rank, and on every node."""
         return self.peak_bytes <= self.limit_bytes and self.host_bytes <= self.host_limit_bytes
-
-
-def usable_bytes(machine: Machine) -> int:
-    """What torch's allocator can give to tensors: the device's memory less the context and less the share lost between
-    blocks (`fragmentation` of the profile)."""
-    return int((machine.memory_bytes - machine.context_bytes) * (1 - machine.fragmentation))
 
 
 def shown_bytes(machine: Machine, peak_bytes: int) -> int:
@@ -143,7 +137,7 @@ def fullness(job: Job, machine: Machine) -> float:
     device, ranks = 0.0, list[RankMemory]()
     for rank in kinds_of_rank(job):
         ranks.append(plan_memory(job, machine, rank))
-        device = max(device, ranks[-1].peak.bytes / usable_bytes(machine))
+        device = max(device, ranks[-1].peak.bytes / machine.usable_bytes)
         if device > 1:
             return device  # the other ranks cannot change that
     return max(device, sum(host_of_node(job, ranks).values()) / machine.host_memory_bytes)

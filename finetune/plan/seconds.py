@@ -134,9 +134,12 @@ def plan_seconds(job: Job, machine: Machine) -> StepSeconds:
     }
     # The host waits for the passes: for the loss (the Trainer's logging_nan_inf_filter; our guard, after the norm), and
     # under ZeRO with overlap_comm for the backward pass (zero/stage_1_and_2.py,
-    # independent_gradient_partition_epilogue). So no launch of the step's end is ahead of the device.
-    passing = sum(parts.values()) - update.host - ending.device - at_end
-    parts["launch"] = _launch(machine, launches, passing) + _launch(machine, ending.launches, ending.device + at_end)
+    # independent_gradient_partition_epilogue). So no launch of the step's end is ahead of the device, except
+    # `job.runs_ahead`.
+    busy, last = sum(parts.values()) - update.host, ending.device + at_end
+    spans = [(launches, busy - last), (ending.launches, last)]
+    spans = [(launches + ending.launches, busy)] if job.runs_ahead else spans
+    parts["launch"] = sum(_launch(machine, *span) for span in spans)
     return _step(job, machine, segments, parts, sent)
 
 

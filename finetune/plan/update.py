@@ -31,18 +31,20 @@ STATE_BYTES = 12  # master weight and both moments, read from and written to dis
 def update_of(job: Job, machine: Machine, kernels: Kernels, weights: Weights) -> Work:
     """The update of one rank. Gradients are clipped by default (the Trainer's max_grad_norm, 1.0)."""
     rule, ranks, count = KINDS[job.optimizer.kind], job.data_parallel_size, len(weights.trained)
-    each, is_fp16 = 1.0 if job.device == "cpu" else HORIZONTAL, job.precision == "fp16"
+    share, is_fp16 = 1.0 if job.device == "cpu" else HORIZONTAL, job.precision == "fp16"
     if job.engine in (TRAINER, FSDP) or job.zero.stage == 0:
         stepped = weights.trained if job.engine == DEEPSPEED else weights.with_gradients
         shards = [math.prod(piece(t.shape, ranks)) if job.engine == FSDP else t.elements for t in stepped]
-        launches = rule.operators * (1 + each * (count - 1)) + 2 * each * count
+        launches = rule.operators * (1 + share * (count - 1)) + 2 * share * count
         moved = job.stepping.moved + CLIP_BYTES * job.stepping.bytes_each / FP32_BYTES
         is_flat = job.engine == DEEPSPEED and job.precision != "fp32"
         moved += FLAT_BYTES + SEARCH_BYTES if is_flat else SCALER_BYTES * is_fp16
-        work, simple = kernels.moved(moved * sum(shards), launches), SIMPLE * count * machine.launch_seconds
-        # The host has waited for the loss (the Trainer's logging_nan_inf_filter, or our guard), so no launch is ahead.
-        looped = rule.operators * simple if rule.loops and job.device != "cpu" else 0.0
-        return replace(work, host=SEARCH * simple * is_flat + max(0.0, looped - work.device))
+        work, each = kernels.moved(moved * sum(shards), launches), SIMPLE * count  # an operator's launches in a loop
+        looped = rule.operators * each if rule.loops and job.device != "cpu" else 0.0
+        if job.runs_ahead:
+            return replace(work, launches=work.launches + looped)
+        late = max(0.0, looped * machine.launch_seconds - work.device)  # no launch is ahead of the device
+        return replace(work, host=SEARCH * each * machine.launch_seconds * is_flat + late)
     owned = sum(tensor.elements * tensor.holders for tensor in weights.trained) / ranks
     # ZeRO-1 and -2 search bf16, too (bf16.check_grad_overflow); ZeRO-3 only fp16, its flat buffer as a whole
     # (zero/stage3.py, _overflow_check_and_loss_scale_update). The constants of CPUs were fitted without.

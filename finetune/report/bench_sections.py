@@ -10,12 +10,12 @@ from finetune.report.bench_pictures import (
     rank_memory,
     throughput_bars,
 )
-from finetune.report.curves import SECONDS, STEP, Curve, Panel
+from finetune.report.curves import STEP, Curve, Panel
 from finetune.report.page import Block, Curves, Section, drawn
 from finetune.report.published import AVERAGE_MEMORY, Published, ratios, study
 from finetune.report.shapes import Point, colour_of
 from finetune.report.table import Table
-from finetune.report.text import fixed, number, ratio, said, spelled, unit_for
+from finetune.report.text import as_number, fixed, number, ratio, said, spelled, unit_for
 
 FIGURES = (
     "Values are medians over the repeats; the spread is half of their range. x DDP: throughput relative to DDP with "
@@ -106,22 +106,17 @@ def _losses(bench: Bench) -> list[Block]:
     layouts = list(dict.fromkeys(cell.layout for cells in groups.values() for cell in cells))
     panels = []
     for (model, batch), cells in groups.items():
-        curves = tuple(Curve(cell_words(cell), colour_of(layouts.index(cell.layout)), _points(cell)) for cell in cells)
+        curves = tuple(Curve(cell_words(cell), colour_of(layouts.index(cell.layout)), {STEP: _points(cell)})
+                       for cell in cells)  # fmt: skip
         panels.append(Panel(f"{model}, {batch:,} samples per step", curves))
-    axes = [axis for axis in (STEP, SECONDS) if all(axis in panel.axes for panel in panels)]
     key = tuple((layout, colour_of(index)) for index, layout in enumerate(layouts))
     below = Block("muted", "The curves of layouts that compute the same coincide.")
-    return [Block("curves", Curves(tuple(panels), tuple(axes), key)), below]
+    return [Block("curves", Curves(tuple(panels), (STEP,), key)), below]
 
 
-def _points(cell: Cell) -> dict[str, list[Point]]:
-    row = next(row for row in cell.done if len(numbers(row.get("losses"))) > 1)
-    losses, seconds = numbers(row.get("losses")), numbers(row.get("step_seconds"))
-    points = {STEP: [(float(step), loss) for step, loss in enumerate(losses, 1)]}
-    if len(seconds) == len(losses):
-        ends = [sum(seconds[: index + 1]) for index in range(len(seconds))]
-        points[SECONDS] = list(zip(ends, losses, strict=True))
-    return points
+def _points(cell: Cell) -> list[Point]:
+    losses = next(row["losses"] for row in cell.done if len(numbers(row.get("losses"))) > 1)
+    return [(float(step), loss) for step, one in enumerate(losses, 1) if (loss := as_number(one)) is not None]
 
 
 def _published(bench: Bench) -> list[Block]:

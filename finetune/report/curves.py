@@ -80,7 +80,7 @@ def _scales(panel: Panel, axis: str, top: float, width: float) -> tuple[Scale, S
     up = Scale(bottom, high + room, top + HEIGHT, top)
     left = 8 + max(letters(shortly(value)) for value in (*up.ticks(4), 1000))
     if start == end:
-        start, end = min(0.0, start), max(end, start + 1)
+        start, end = min(0.0, start), max(1.0, end)
     return Scale(start, end, left, width - 12), up
 
 

@@ -93,17 +93,18 @@ def write_markdown(report: Report, path: Path) -> None:
 
     def keep(title: str, content: Picture | bytes) -> Markup:
         """Write the picture; returns its path relative to the Markdown."""
-        beside.mkdir(exist_ok=True)
         name = f"{next(numbers):02}_{_slug(title)}.{'svg' if isinstance(content, Picture) else 'png'}"
-        write(beside / name, svg_file(content) if isinstance(content, Picture) else content)
+        write(beside / name, svg_file(content) if isinstance(content, Picture) else content, makes_folder=True)
         return Markup(f"{beside.name}/{name}")
 
     write(path, markdown("page.md").render(report=report, keep=keep, draw=draw))
 
 
-def write(path: Path, content: str | bytes) -> None:
+def write(path: Path, content: str | bytes, *, makes_folder: bool = False) -> None:
     """Write a file. Raises RequestError if it cannot."""
     try:
+        if makes_folder:
+            path.parent.mkdir(exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     except OSError as error:
         raise RequestError(f"{path}: cannot be written ({error}). Give another path.") from error

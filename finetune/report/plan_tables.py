@@ -154,7 +154,7 @@ def layout_table(plan: Plan, found: Found) -> Table:
             "yes" if job.checkpoint_interval else "no",
             str(job.stages), str(job.sequence_parallel_size), str(job.expert_parallel_size),
             gib(peak), f"{peak / plan.limit_bytes:.0%}",
-            f"{job.global_batch / one.samples_per_second:.4g}",
+            number(job.global_batch / one.samples_per_second),
             number(one.samples_per_second), f"{one.samples_per_second / best.samples_per_second:.2f}x",
             _why(best, one),
         ))  # fmt: skip

@@ -160,7 +160,7 @@ def answer_line(answer: Answer) -> str:
     best, plan, (found, beyond, end) = answer.options[0][1], answer.plan, WORDS[answer.question]
     device, host, speed = _cells(best)[-3:]
     parameters = f"{count_words(plan.job.model.parameters)} parameters"
-    hours = "" if answer.hours is None else f" in {answer.hours:.3g} hours"
+    hours = "" if answer.hours is None else f" in {number(answer.hours)} hours"
     return (
         f"{found.format(_said(answer.found))}{hours} ({best.words}; {parameters}): {device} of {gib(plan.limit_bytes)} "
         f"GiB, {host} of {gib(plan.host_limit_bytes)} GiB on each host, {speed}. "

@@ -57,9 +57,14 @@ class RunFolder:
         return int(max((as_number(row.get("step")) or 0 for row in self.rows), default=0))
 
     @property
+    def gpus(self) -> list[Any]:
+        """The names of those that it saw; none for a run on CPUs."""
+        return as_list(self.environment.get("gpus"))
+
+    @property
     def ranks(self) -> int:
-        """The number of ranks whose memory was recorded; 1 without a record."""
-        return len(as_list(self.results.get("peak_memory_gib_per_rank"))) or 1
+        """The number of ranks whose memory was recorded; 0 without a record, as of a killed run."""
+        return len(as_list(self.results.get("peak_memory_gib_per_rank")))
 
 
 def is_run(folder: Path) -> bool:

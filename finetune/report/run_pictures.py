@@ -30,11 +30,11 @@ MOST_RANKS, MOST_LABELS, MOST_STAGES = 8, 60, 1024  # shown of a run
 Ranks = Sequence[tuple[str, dict[str, float]]]  # each rank's mean seconds per step, by part
 
 
-def rank_bars(measured: Sequence[tuple[str, Sequence[float]]], width: float) -> Picture:
-    """`measured`: each run's name, and the peak of each of its ranks in bytes."""
+def rank_bars(measured: Sequence[tuple[str, Sequence[float]]], named: bool, width: float) -> Picture:
+    """`measured`: each run's name, and the peak of each of its ranks in bytes. `named`: show the names."""
     alt = "; ".join(f"{name}: {', '.join(map(gib, sizes[:MOST_RANKS]))} GiB" for name, sizes in measured)
     rows = [Bar(f"rank {rank}", [(sizes[rank] / GIB, ACCENT, f"rank {rank}: {gib.said(sizes[rank])}")],
-                gib(sizes[rank]), name if len(measured) > 1 else "")
+                gib(sizes[rank]), name if named else "")
             for name, sizes in measured for rank in shown_ranks(sizes, MOST_RANKS)]  # fmt: skip
     return bars(Picture("Measured memory, the peak of each rank", alt, width), rows, gib.words)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from finetune.errors import FinetuneError, first_line
 from finetune.plan.from_run import job_of
 from finetune.plan.job import Job
-from finetune.plan.machine import find_machine
+from finetune.plan.machine import shipped_machine
 from finetune.plan.plan import Plan, plan
 from finetune.plan.run_model import run_of_record
 from finetune.report.charts import confusion_picture
@@ -137,10 +137,9 @@ def _cost(runs: Sequence[RunFolder], plans: Sequence[Plan | None]) -> list[Block
     pairs = [(run, made) for run, made in zip(runs, plans, strict=True) if made is not None]
     if pairs:
         blocks += [Block("table", _planned_table(pairs)), Block("muted", _planned_words(pairs))]
-    measured = [(run.name, peaks) for run in runs if (peaks := _peaks(run))]
-    if measured:
-        on_gpu = any(run.environment.get("gpus") for run in runs)
-        blocks += drawn(rank_bars, measured, caption=MEASURED_ON_GPU if on_gpu else MEASURED_ON_CPU)
+    for on_gpu, words in ((True, MEASURED_ON_GPU), (False, MEASURED_ON_CPU)):  # the two cannot be compared
+        if measured := [(run.name, peaks) for run in runs if bool(run.gpus) is on_gpu and (peaks := _peaks(run))]:
+            blocks += drawn(rank_bars, measured, len(runs) > 1, caption=words)
     for run, made in pairs:
         title = "Planned memory, by kind" + (f": {run.name}" if len(runs) > 1 else "")
         blocks += drawn(memory_bars, made, title, caption=True)
@@ -162,7 +161,7 @@ def _planned_table(pairs: Sequence[tuple[RunFolder, Plan]]) -> Table:
             (run.name, "samples/s", number(made.seconds.samples_per_second), number(rate),
              ratio(made.seconds.samples_per_second, rate)),
             (run.name, "peak of a rank, GiB", gib(made.peak_bytes), gib(peak),
-             ratio(made.peak_bytes, peak) if run.environment.get("gpus") and has_one_length(run) else ""),
+             ratio(made.peak_bytes, peak) if run.gpus and has_one_length(run) else ""),
         ]  # fmt: skip
     columns = ("run", "figure", "planned", "measured", "planned / measured")
     table = Table("Planned against measured", columns, tuple(rows), texts=("figure",))
@@ -235,8 +234,8 @@ def _settings(runs: Sequence[RunFolder]) -> list[Block]:
 def _environment(run: RunFolder) -> list[Block]:
     known = run.environment
     facts = [(key, said(known.get(key))) for key in ("started", "machine", "python") if known.get(key)]
-    if gpus := known.get("gpus"):
-        facts.append(("GPUs", ", ".join(map(str, gpus)) if isinstance(gpus, list) else said(gpus)))
+    if run.gpus:
+        facts.append(("GPUs", ", ".join(map(str, run.gpus))))
     if packages := as_dict(known.get("packages")):
         facts.append(("versions", ", ".join(f"{name} {version}" for name, version in packages.items())))
     blocks = [Block("facts", facts)] if facts else []
@@ -252,13 +251,14 @@ BROKEN = ValueError, TypeError, LookupError, AttributeError, RecursionError, Ari
 
 
 def plan_of_run(run: RunFolder) -> Plan | None:
-    """None if no plan can be made; the run's notes say why."""
-    if not run.recipe:
+    """None if no plan can be made; the run's notes say why. None, too, for a run whose ranks are not known."""
+    if not run.recipe or not run.ranks:
         return None
     try:
-        gpus = as_list(run.environment.get("gpus"))
-        machine = find_machine(str(gpus[0]) if gpus else "cpu")
-        launch = Launch(world_size=run.ranks, local_world_size=run.ranks, launcher="torchrun")
+        machine = shipped_machine(str(run.gpus[0]) if run.gpus else "cpu")
+        here = len(run.gpus)  # on the first node; 1 if a launcher gives each rank its own
+        per_node = here if 1 < here < run.ranks else run.ranks
+        launch = Launch(world_size=run.ranks, local_world_size=per_node, launcher="torchrun")
         job, _, _ = job_of(run_of_record(run.folder, launch), machine)
         return plan(_as_it_was(run, job), machine)
     except FinetuneError as error:

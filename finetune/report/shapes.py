@@ -11,6 +11,8 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from finetune.report.text import number, rounded
+
 INK, MUTED, GRID, LIMIT, ACCENT = "ink", "muted", "grid", "limit", "accent"
 # For light and dark mode: the page's own colors; s1 to s8 are for things that are compared.
 NAMES = ("ink", "muted", "grid", "ground", "limit", "accent", *(f"s{index}" for index in range(1, 9)))
@@ -181,7 +183,7 @@ class Scale:
 
 def shortly(value: float) -> str:
     """12000 as 12k: axes have little room."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= 10 * size or (letter != "k" and abs(value) >= size):
-            return f"{value / size:,.4g}{letter}"
-    return f"{value:,.4g}"
+    for size, letter, least in ((1e9, "G", 1e9), (1e6, "M", 1e6), (1e3, "k", 1e4)):
+        if abs(rounded(value)) >= least:
+            return f"{number(value / size)}{letter}"
+    return number(value)

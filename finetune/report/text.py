@@ -10,7 +10,7 @@ from typing import Any
 from finetune.errors import plain
 
 MIB, GIB = 2**20, 2**30
-LARGEST = 1e100  # number that is drawn
+LARGEST, SMALLEST = 1e100, 1e-100  # numbers that are drawn, and told from 0
 LONGEST = 160  # letters in a table's cell
 LONG_NAME = 34
 
@@ -49,8 +49,13 @@ def spelled(kind: str) -> str:
     return kind.replace("_", " ")
 
 
+def rounded(value: float) -> float:
+    """To four significant digits, so that the rounded number decides on its form or unit: 0.99999 ms is 1 ms."""
+    return float(f"{value:.4g}")
+
+
 def number(value: float | None) -> str:
-    return "" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return "" if value is None else f"{value:,.0f}" if abs(rounded(value)) >= 1000 else f"{value:.4g}"
 
 
 def fixed(value: float | None, form: str = ".2f", unit: float = 1.0) -> str:
@@ -63,18 +68,17 @@ def ratio(value: float | None, of: float | None) -> str:
 
 
 def count_words(value: int) -> str:
-    for size, word in ((10**9, "billion"), (10**6, "million")):
-        if value >= size:
-            return f"{value / size:.4g} {word}"
+    for size, word in ((1e9, "billion"), (1e6, "million")):
+        if rounded(value) >= size:
+            return f"{number(value / size)} {word}"
     return f"{value:,}"
 
 
 def seconds_words(seconds: float) -> str:
     """In the unit that leaves one to three digits before the point."""
-    for size, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= size:
-            return f"{seconds / size:,.4g} {unit}"
-    return f"{seconds * 1e6:.3g} us" if seconds else "0 s"
+    near = rounded(seconds)
+    size, unit = (1.0, "s") if near >= 1 or not seconds else (1e-3, "ms") if near >= 1e-3 else (1e-6, "us")
+    return f"{number(seconds / size)} {unit}"
 
 
 def duration(seconds: float) -> str:
@@ -86,9 +90,10 @@ def duration(seconds: float) -> str:
 
 def as_number(value: Any) -> float | None:
     """A number that can be drawn; None for anything else, including one that is not finite, or that may be too large
-    for a float once it is multiplied."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) <= LARGEST else None
+    for a float once it is multiplied. One that may be too small for that is 0."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= LARGEST:
+        return None
+    return float(value) if abs(value) >= SMALLEST else 0.0
 
 
 def as_list(value: Any) -> list[Any]:

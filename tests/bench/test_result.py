@@ -166,27 +166,38 @@ def test_the_ratio_to_ddp_is_that_of_the_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"step_seconds": []}, "step_seconds is []"),
-        ({"step_seconds": [0.1, 0.0]}, "step_seconds is [0.1, 0.0]"),
+        ({"step_seconds": []}, "it is done, but step_seconds is []"),
+        ({"step_seconds": [0.1, 0.0]}, "it is done, but step_seconds is [0.1, 0.0]"),
+        ({"step_seconds": [0.1, math.nan]}, "it is done, but step_seconds is [0.1, nan]"),
         ({"step_seconds": "fast"}, "step_seconds is 'fast'"),
-        ({"samples_per_second": None}, "samples_per_second is [None]"),
-        ({"memory": {}}, "memory.peak_bytes is None"),
-        ({"memory": None}, "memory.peak_bytes is None"),
-        ({"memory": {"peak_bytes": [1], "average_bytes": []}}, "memory.average_bytes is []"),
-        ({"losses": ["low"]}, "losses is ['low']"),
+        ({"samples_per_second": None}, "it is done, but samples_per_second is [None]"),
+        ({"memory": {}}, "it is done, but memory.peak_bytes is None"),
+        ({"memory": None}, "memory is None"),
+        ({"memory": {"peak_bytes": [1], "average_bytes": []}}, "it is done, but memory.average_bytes is []"),
+        ({"memory": {"peak_bytes": [math.inf], "average_bytes": [1]}}, "it is done, but memory.peak_bytes is [inf]"),
+        ({"losses": ["low"]}, "it is done, but losses is ['low']"),
+        ({"machine": None}, "machine is None"),
+        ({"planned": [1]}, "planned is [1]"),
+        ({"started": 5}, "started is 5"),
+        ({"cell": ["a"]}, "cell is ['a']"),
+        ({"repeat": "first"}, "repeat is 'first'"),
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_row_that_is_done_without_figures_is_refused_with_its_line(
+def test_a_row_with_values_of_another_kind_or_without_figures_is_refused_with_its_line(
     changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     append(tmp_path, row())
     with (tmp_path / "results.jsonl").open("a") as file:
         file.write(json.dumps({**asdict(row(repeat=1)), **changes}) + "\n")
-    with pytest.raises(
-        RequestError, match=re.escape("results.jsonl:2: is not a benchmark result (it is done, but " + said)
-    ):
+    with pytest.raises(RequestError, match=re.escape(f"results.jsonl:2: is not a benchmark result ({said})")):
         read_rows(tmp_path)
+
+
+def test_the_notes_name_every_machine_on_which_rows_were_measured() -> None:
+    on_gpu = {"machine": {"gpus": ["NVIDIA H200"]}, "versions": {"torch": "3"}}
+    said = table.notes([row(), row(repeat=1), row("wide-zero1-2x8", **on_gpu)])[0]
+    assert said.startswith("P, 2 core(s); torch 2, deepspeed None | NVIDIA H200; torch 3, deepspeed None; 2026-01-02;")
 
 
 def test_zeros_divide_nothing(tmp_path: Path) -> None:

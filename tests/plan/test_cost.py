@@ -112,6 +112,16 @@ def test_the_smallest_cluster_meets_the_deadline_and_no_smaller_one_does() -> No
         smallest_cluster(replace(job, expert_parallel_size=4), A100, Limits(6, ("zero2",)), steps, least)
 
 
+def test_one_rank_of_a_cpu_has_all_its_cores_and_may_be_fast_enough() -> None:
+    """The profile is that of two ranks, and one alone may take half the time that both need at their peak."""
+    cpu, limits = find_machine("cpu"), Limits(2048, ("none",))
+    model = model_of({"model_type": "mlp", "width": 4096, "layers": 2, "num_labels": 10})
+    job = Job(model, world_size=2, ranks_per_node=2, micro_batch=1024, tokens=1, device="cpu")
+    alone = search(replace(job, world_size=1, ranks_per_node=1), cpu, limits).fitting[0].plan.seconds
+    assert alone.mfu > 0.5
+    assert smallest_cluster(job, cpu, limits, 1000, 1.01 * 1000 * 2048 / alone.samples_per_second / 3600).found == 1
+
+
 @pytest.mark.parametrize(("model", "layout", "least"), [("gpt2", "zeropp", 16), ("gptlite-small", "pipeline", 2)])
 def test_numbers_of_ranks_on_which_no_layout_is_possible_are_skipped(model: str, layout: str, least: int) -> None:
     job = replace(JOB, model=model_of(find_model_config(model), model))

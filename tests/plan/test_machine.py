@@ -246,6 +246,9 @@ def test_the_cublas_workspace_is_what_torch_allocates(name: str, workspace_bytes
         ("NVIDIA GeForce RTX 3080", "RTX3080"),
         ("NVIDIA GeForce RTX 3090 Ti", "RTX3090-Ti"),
         ("3090 Ti", "RTX3090-Ti"),
+        ("2080 ti", "RTX2080Ti"),
+        ("4060Ti 16GB", "RTX4060-Ti-16GB"),
+        ("6000 Ada", "RTX6000-Ada"),
         ("NVIDIA GeForce RTX 4060 Ti", "RTX4060-Ti-8GB"),  # the driver says the same of both sizes
         ("RTX 4060 Ti 16GB", "RTX4060-Ti-16GB"),
         ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX4070-Ti-SUPER"),
@@ -318,6 +321,8 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         ("ranks_per_node", True, "ranks_per_node is True"),
         ("launch_seconds", "5e-6", "launch_seconds is '5e-6', but it must be a number of 0 or more"),
         ("launch_seconds", 10**350, "launch_seconds is 1000"),
+        ("memory_bandwidth", 5e-324, "memory_bandwidth is 5e-324, but it must be a number above 0"),
+        ("context_bytes", 10**18, "context_bytes and fragmentation leave nothing of memory_bytes"),
         ("fragmentation", 1, "fragmentation is 1, but it must be a share, 0 or more and below 1"),
         ("device", "tpu", "device is 'tpu', but it must be one of cuda, cpu, rocm"),
         ("name", " ", "name is ' '"),

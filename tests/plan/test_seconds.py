@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from conftest import REPO
 
+from finetune.plan.from_run import job_of
 from finetune.plan.job import DEEPSPEED, PIPELINE, TRAINER, Job, tape_of
 from finetune.plan.kernels import KERNEL_SECONDS, SUSTAINED, Kernels, Work, kernels_of, passed
 from finetune.plan.machine import Link, Machine, Nvme, find_machine
@@ -21,6 +22,9 @@ from finetune.plan.seconds import plan_seconds, stage_bounds, stage_seconds
 from finetune.plan.tape import Tape
 from finetune.plan.values import Gemm, Numbers, Op, Storage, Value
 from finetune.plan.zero import Zero
+from finetune.run.launch import Launch
+from finetune.run.recipes.causal_lm import CAUSAL_LM
+from finetune.run.resolve import resolve
 
 LITE = {
     "model_type": "gptlite",
@@ -150,6 +154,33 @@ def test_no_work_of_the_passes_hides_the_launches_of_a_steps_end() -> None:
     assert step.forward + step.backward > (tensors * 20 + 1000) * H100.launch_seconds
     assert step.launch + step.optimizer == pytest.approx(0.3 * 16 * tensors * H100.launch_seconds, rel=0.1)
     assert step.total - quick.total == pytest.approx(step.launch + step.loop)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adafactor"])
+def test_a_run_that_looks_at_no_loss_launches_a_steps_end_during_its_passes(optimizer: str) -> None:
+    """Large batches and many small tensors: the device is behind in the passes, the host at the end."""
+    looks = Job(deep(), micro_batch=2**18, tokens=1, precision="bf16", optimizer=Optimizer(optimizer))
+    blind = replace(looks, looks_at_loss=False)
+    quick = replace(H100, launch_seconds=0.0, name="no host")
+    step = plan_seconds(blind, H100)
+    assert step.total - step.loop == pytest.approx(plan_seconds(blind, quick).total)
+    assert plan_seconds(looks, H100).total > step.total + 1e-4
+    for waits in ({"precision": "fp16"}, {"engine": DEEPSPEED, "zero": Zero(stage=2)}):
+        assert plan_seconds(replace(blind, **waits), H100) == plan_seconds(replace(looks, **waits), H100)
+
+
+@pytest.mark.parametrize(
+    ("flags", "looks"),
+    [
+        ("", True),  # --on_nan stop
+        ("--on_nan off", False),  # causal_lm.py has no logging_nan_inf_filter
+        ("--on_nan off --logging_nan_inf_filter True", True),
+    ],
+)
+def test_a_run_looks_at_its_loss_for_the_guard_or_the_filter(flags: str, looks: bool) -> None:
+    launch = Launch(world_size=1, local_world_size=1, launcher="torchrun")
+    run = resolve(CAUSAL_LM, ["--deepspeed", "none", *flags.split()], launch, is_here=False)
+    assert job_of(run, H100)[0].looks_at_loss is looks
 
 
 def test_a_launch_of_a_backward_pass_takes_the_host_of_a_gpu_less_than_one_of_a_forward_pass() -> None:

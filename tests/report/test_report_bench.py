@@ -219,6 +219,15 @@ def test_columns_that_hold_nothing_are_left_out(tmp_path: Path) -> None:
     assert "tokens/s" not in without
 
 
+def test_a_loss_that_is_not_finite_leaves_the_others_at_their_steps(tmp_path: Path) -> None:
+    folder = bench_folder(tmp_path / "bench", repeats=1, models=("gptlite",))
+    rows = [{**row, "losses": [3.0, float("nan"), 2.0]} for row in rows_of(folder)]
+    (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (curves,) = (block.value for section in bench_sections.bench_sections(read_bench(folder, "bench"))
+                 for block in section.blocks if block.kind == "curves")  # fmt: skip
+    assert {tuple(curve.points["step"]) for curve in curves.panels[0].curves} == {((1.0, 3.0), (3.0, 2.0))}
+
+
 def test_runs_and_benches_go_on_one_page(tmp_path: Path) -> None:
     folders = [bench_folder(tmp_path / "bench"), run_folder(tmp_path / "run")]
     write(folders, html=tmp_path / "a.html", markdown=tmp_path / "a.md")

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ from report_folders import HOSTILE, run_folder
 
 from finetune.cli import main
 from finetune.errors import RequestError
-from finetune.report.curves import SECONDS, STEP, TOKENS, envelope, smoothed
+from finetune.report.curves import SECONDS, STEP, TOKENS, Curve, Panel, draw, envelope, smoothed
 from finetune.report.run_curves import curves_of, places
 from finetune.report.run_folder import read_run
-from finetune.report.run_sections import has_one_length, plan_of_run
-from finetune.report.shapes import shortly
-from finetune.report.text import as_number, cell, number
+from finetune.report.run_sections import MEASURED_ON_CPU, MEASURED_ON_GPU, has_one_length, plan_of_run, run_sections
+from finetune.report.shapes import Dot, shortly
+from finetune.report.text import as_number, cell, count_words, number, seconds_words
 from finetune.report.write import write
 
 
@@ -225,6 +226,45 @@ def test_planned_is_the_model_that_the_run_has_kept(config: dict[str, Any], fami
     assert made.job.image_size == 32 or family != "resnet"
 
 
+def with_gpus(folder: Path, *names: str, ranks: int = 2) -> Path:
+    for file, changes in (("environment.json", {"gpus": names}),
+                          ("all_results.json", {"peak_memory_gib_per_rank": [1.5] * ranks})):  # fmt: skip
+        content = json.loads((folder / file).read_text()) | changes
+        (folder / file).write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize(("gpus", "ranks", "per_node"), [(2, 2, 2), (8, 16, 8), (1, 8, 8)])
+def test_planned_are_as_many_nodes_as_the_gpus_of_the_first_one_say(
+    gpus: int, ranks: int, per_node: int, tmp_path: Path
+) -> None:
+    """One GPU may be all that a launcher lets each rank see."""
+    made = plan_of_run(read_run(with_gpus(run_folder(tmp_path / "run"), *["NVIDIA A100"] * gpus, ranks=ranks), "run"))
+    assert made is not None
+    assert (made.job.world_size, made.job.ranks_per_node) == (ranks, per_node)
+
+
+def test_a_killed_run_whose_ranks_are_not_known_has_no_plan(tmp_path: Path) -> None:
+    assert plan_of_run(read_run(run_folder(tmp_path / "run", finished=False), "run")) is None
+
+
+def test_a_gpu_of_a_strangers_run_names_no_file_to_read(tmp_path: Path) -> None:
+    run = read_run(with_gpus(run_folder(tmp_path / "run"), str(tmp_path / "mine.json")), "run")
+    (tmp_path / "mine.json").write_text('{"name": "secret"}')
+    assert plan_of_run(run) is None
+    assert "there is no such machine" in run.notes[-1]
+
+
+def test_memory_is_said_to_be_measured_where_it_was(tmp_path: Path) -> None:
+    folders = [run_folder(tmp_path / "here"), with_gpus(run_folder(tmp_path / "there"), "NVIDIA A100-SXM4-80GB")]
+    sections = run_sections([read_run(folder, folder.name) for folder in folders])
+    blocks = [block for section in sections if section.title == "Speed and memory" for block in section.blocks]
+    said = {block.more: block.value[0].alt for block in blocks if block.more.startswith("Measured on")}
+    assert said == {MEASURED_ON_GPU: "there: 1.50, 1.50 GiB", MEASURED_ON_CPU: "here: 1.25, 1.22 GiB"}
+    alone = run_sections([read_run(with_gpus(folders[0]), "here")])
+    assert MEASURED_ON_GPU not in {block.more for section in alone for block in section.blocks}
+
+
 PEAK_WITH_RATIO = r"peak of a rank, GiB\s+[\d.,]+\s+1\.25\s+[\d.]+x"
 
 
@@ -380,6 +420,28 @@ def test_the_command_writes_where_it_is_told_and_beside_the_run_otherwise(
     assert "there is no folder nowhere" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words", [["{}"], ["~nobody-of-that-name/run"], ["run", "--html", "{}"], ["run", "--markdown", "{}"]]
+)
+@pytest.mark.parametrize("command", ["report", "bench"])
+def test_a_path_that_cannot_be_is_refused(
+    command: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_folder(tmp_path / "run")
+    if command == "bench":
+        words = ["run", "--compare", *words[-1:]]
+    assert main([command, *(word.format("a" * 300) for word in words)]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_a_file_where_the_pictures_of_markdown_go_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "card_files").write_text("mine")
+    with pytest.raises(RequestError, match=r"card_files/01.*cannot be written.*File exists"):
+        write([run_folder(tmp_path / "run")], markdown=tmp_path / "card.md")
+    assert (tmp_path / "card_files").read_text() == "mine"
+
+
 def test_markdown_has_its_pictures_beside_it(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
     (folder / "confusion_matrix.json").unlink()
@@ -506,6 +568,40 @@ def test_numbers_that_are_too_large_to_add_do_not_break_a_report(large: float, t
     (folder / "schedule.json").write_text(json.dumps({"measured": {"events": [event]}}))
     page, _, _ = page_of([folder], tmp_path)
     assert "The run" in page.text
+
+
+def test_numbers_too_small_to_divide_do_not_break_a_report(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    rows = [{"step": step, "loss": 2.0, "step_seconds": 5e-324, "samples_per_second": 5e-324} for step in (1, 2, 3)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "The run" in page_of([folder], tmp_path)[0].text
+
+
+@pytest.mark.parametrize("place", [0.0, 7.0, -7.0, 1e99, -1e99])
+def test_an_axis_of_a_single_place_is_drawn(place: float) -> None:
+    """Rows that a run has logged at the same step, or whose tokens somebody has changed."""
+    picture = draw(Panel("Loss", (Curve("a", "s1", {STEP: [(place, 2.0)]}),)), STEP)
+    (dot,) = (shape for shape in picture.shapes if isinstance(shape, Dot))
+    assert 0 <= dot.x <= picture.width
+
+
+@pytest.mark.parametrize(
+    ("words", "value", "said"),
+    [
+        (seconds_words, 0.0, "0 s"),
+        (seconds_words, 0.0009996, "999.6 us"),
+        (seconds_words, 0.00099999, "1 ms"),
+        (seconds_words, 0.99999, "1 s"),
+        (seconds_words, 12345.6, "12,346 s"),
+        (count_words, 999_999_999, "1 billion"),
+        (count_words, 12_345_678, "12.35 million"),
+        (shortly, 9_999.99, "10k"),
+        (shortly, 999_999.0, "1M"),
+        (number, 999.99, "1,000"),
+    ],
+)
+def test_the_rounded_number_decides_on_its_unit(words: Callable[[Any], str], value: float, said: str) -> None:
+    assert words(value) == said
 
 
 def test_a_cell_of_markdown_has_no_control_characters() -> None:
