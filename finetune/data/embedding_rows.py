@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from datasets import Dataset
+from datasets import ClassLabel, Dataset
 
-from finetune.data.columns import Columns, Labels, is_empty, label_text, said_columns
+from finetune.data.columns import HIDDEN_LABEL, Columns, Labels, is_empty, label_text, said_columns
 from finetune.data.seq2seq import SOURCE, TARGET, function_rows
 from finetune.data.splits import HeldOut, open_splits, refuse_bad_rows, renamed, said_split
 from finetune.data.tables import ROW, CleanTables, Table, hold_out, settle_splits
@@ -104,6 +104,8 @@ def clean_rows(
             "--query_prompt is put before it."
         )
     read = {split: _texts_of(table, found, said_split(arguments, split)) for split, table in raw.items()}
+    if "test" in read and len(read) > 1 and all(is_empty(judged) for _, judged, _ in read["test"]):
+        del read["test"]  # as GLUE's, whose labels are hidden
     widths = {split: _width(rows) if found.kind == PAIRS else len(found.texts) for split, rows in read.items()}
     names, cleaned, skipped = _label_names(found, read, said_split(arguments, first)), {}, {}
     for split, rows in read.items():
@@ -141,6 +143,8 @@ def _texts_of(table: Dataset, found: Found, where: str) -> list[Row]:
     rows: list[Row] = []
     columns = [table[name][:] for name in found.texts]
     judged = table[found.judged][:] if found.judged else [NOT_JUDGED] * len(table)
+    if found.judged and isinstance(table.features[found.judged], ClassLabel):
+        judged = [None if value == HIDDEN_LABEL else value for value in judged]
     if found.kind == SCORED:
         judged = _scores(judged, str(found.judged), where)
     for number, (texts, value) in enumerate(zip(zip(*columns, strict=True), judged, strict=True)):
@@ -158,7 +162,7 @@ def _scores(values: Sequence[Any], name: str, where: str) -> list[float]:
     found = []
     for number, value in enumerate(values):
         try:
-            found.append(float("nan") if value is None else float(value))
+            found.append(math.nan if is_empty(value) else float(value))  # a bad row
         except (TypeError, ValueError):
             found.append(math.inf)
         if math.isinf(found[-1]):

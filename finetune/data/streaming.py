@@ -17,12 +17,14 @@ from transformers import DataCollatorWithPadding
 
 from finetune.data.changes import UnchangedFiles, unchanged_rows
 from finetune.data.columns import (
+    HIDDEN_LABEL,
     MULTI_LABEL,
     Columns,
     Labels,
     by_text,
     find_labels,
     is_empty,
+    names_of_ids,
     note_of_numbers,
     without_html_breaks,
 )
@@ -89,7 +91,7 @@ def survey(
     everything, kept = Counter[Any](), Counter[Any]()
     rows, held_out, last, bad = 0, 0, -1, 0
     for number, row in enumerate(readable(open_stream(arguments, columns), RequestError)):
-        if _is_bad(row, columns):
+        if _is_bad(row, columns, names):
             bad += 1
             if not preparation.skip_bad_rows:
                 raise RequestError(
@@ -97,7 +99,11 @@ def survey(
                     "--skip_bad_rows True."
                 )
             continue
-        label = countable(names[row[columns.label]] if names else row[columns.label])
+        value = row[columns.label]
+        if names:
+            named = names_of_ids([value], names, f"data row {number + 1} of the stream")
+            value = named[0] if named else None
+        label = countable(value)
         refuse_nested([label], str(columns.label), f"data row {number + 1} of the stream")
         everything[label] += 1
         if held_out < most_held_out and is_drawn(number, seed, fraction):
@@ -123,8 +129,11 @@ def class_names_of(stream: IterableDataset, columns: Columns) -> list[str] | Non
     return getattr(stream.features[columns.label], "names", None) if stream.features else None
 
 
-def _is_bad(row: dict[str, Any], columns: Columns) -> bool:
-    return any(is_empty(row[str(name)]) for name in (*columns.text, columns.label))
+def _is_bad(row: dict[str, Any], columns: Columns, names: list[str] | None) -> bool:
+    """Whether a text or the label is missing; `names` are those of label ids, if labels are ids."""
+    label = row[str(columns.label)]
+    is_hidden = names is not None and label == HIDDEN_LABEL  # as where SNLI's annotators did not agree
+    return is_hidden or any(map(is_empty, (label, *(row[name] for name in columns.text))))
 
 
 def is_drawn(number: int, seed: int, fraction: float) -> bool:
@@ -139,8 +148,9 @@ def _is_held_out(number: int, seed: int, found: Survey) -> bool:
 def held_out_rows(arguments: DataArguments, found: Survey, seed: int) -> Dataset:
     """The validation table, with the stream's own columns."""
     stream = open_stream(arguments, found.columns)
+    columns, names = found.columns, class_names_of(stream, found.columns)
     rows = islice(stream, found.last_held_out + 1)
-    drawn = [row for i, row in enumerate(rows) if _is_held_out(i, seed, found) and not _is_bad(row, found.columns)]
+    drawn = [row for i, row in enumerate(rows) if _is_held_out(i, seed, found) and not _is_bad(row, columns, names)]
     return Dataset.from_list(drawn, features=stream.features)
 
 
@@ -157,17 +167,19 @@ class TextStream(TorchIterableDataset):
     def __init__(self, arguments: DataArguments, found: Survey, seed: int) -> None:
         self.found = found
         self.files = UnchangedFiles([arguments.train_file])
-        columns = found.columns
+        columns, stream = found.columns, open_stream(arguments, found.columns)
+        names = class_names_of(stream, columns)
 
         def is_for_training(row: dict[str, Any], number: int) -> bool:
-            return not _is_bad(row, columns) and not _is_held_out(number, seed, found)
+            return not _is_bad(row, columns, names) and not _is_held_out(number, seed, found)
 
-        stream = open_stream(arguments, columns).filter(is_for_training, with_indices=True)
+        stream = stream.filter(is_for_training, with_indices=True)
         self.stream = stream.take(found.rows).shuffle(seed, buffer_size=SHUFFLE_BUFFER_ROWS)
         self.global_batch_size = 1
 
     def __len__(self) -> int:
-        """Rows of an epoch. As in GlobalBatchSampler, the first rows fill up the last global batch."""
+        """Rows of an epoch. As in GlobalBatchSampler, the first rows fill up the last global batch, again and again if
+        it has more than all of them."""
         return -(-self.found.rows // self.global_batch_size) * self.global_batch_size
 
     def set_epoch(self, epoch: int) -> None:
@@ -175,8 +187,10 @@ class TextStream(TorchIterableDataset):
         self.stream.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        yield from self._rows()
-        yield from islice(self._rows(), len(self) - self.found.rows)
+        left = len(self)
+        while left > 0:
+            yield from islice(self._rows(), left)
+            left -= self.found.rows
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         columns, names = self.found.columns, class_names_of(self.stream, self.found.columns)

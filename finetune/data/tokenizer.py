@@ -109,6 +109,23 @@ def rows_of(tokenizer: Any) -> int:
     return max(len(tokenizer), max(tokenizer.get_vocab().values(), default=-1) + 1)
 
 
+def pad_with_end(tokenizer: Any) -> None:
+    """Pad with the end of text if the tokenizer has no padding token, as GPT-2's and Llama's: a mask hides it. Raises
+    RequestError if it has neither."""
+    refuse_no_padding(tokenizer)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+
+
+def refuse_no_padding(tokenizer: Any) -> None:
+    """Raises RequestError for a tokenizer without a token that can pad the shorter texts of a batch."""
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        raise RequestError(
+            f"the tokenizer in {tokenizer.name_or_path} names neither a padding token nor an end of text, and a batch "
+            'needs one. Add "pad_token" to its tokenizer_config.json.'
+        )
+
+
 def refuse_more_tokens(tokenizer: Any, embedded: int, mend: str = "") -> None:
     """Raises RequestError if `tokenizer` needs more rows than are `embedded`; `mend` is another way out."""
     if (rows := rows_of(tokenizer)) > embedded:

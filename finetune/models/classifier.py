@@ -15,10 +15,11 @@ from transformers import (
 )
 
 from finetune.data.columns import MULTI_LABEL, TOKENS, Labels
-from finetune.data.tokenizer import refuse_more_tokens
+from finetune.data.tokenizer import pad_with_end, refuse_more_tokens
 from finetune.errors import RequestError
 from finetune.models.adapters import heads_of
 from finetune.models.source import IN_FP32, Kept, TextSource, find_text_source, load_weights, positions_of, with_labels
+from finetune.run.decoders import ENCODERS
 from finetune.run.facts import NO_LIMIT, tokens_of
 from finetune.run.files import SETTLED, TEXT_COLUMNS
 from finetune.run.flags.text import ModelArguments
@@ -57,8 +58,8 @@ def find_source(arguments: ModelArguments, max_seq_length: int | None) -> Source
     scratch = TextSource(config=None, description=f"DistilBERT from scratch, size {arguments.model_size}")
     found = find_text_source(arguments, scratch, fast=True)
     config, tokenizer = with_labels(found.config, found.adapter), found.tokenizer
-    if tokenizer is not None and tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token  # GPT-2 and Llama have none; the attention mask hides it
+    if tokenizer is not None:
+        pad_with_end(tokenizer)
     positions = max(DISTILBERT_POSITIONS, max_seq_length or 0) if config is None else positions_of(config)
     most = getattr(tokenizer, "model_max_length", NO_LIMIT)
     length = tokens_of("max_seq_length", max_seq_length, positions, most)
@@ -126,9 +127,13 @@ def _check_knows(source: Source, labels: Labels) -> None:
 
 def fit_to(tokenizer: Any, config: Any) -> None:
     """Set the padding token. Raises RequestError if the model embeds fewer tokens than the tokenizer has."""
-    if config.pad_token_id is None:
-        config.pad_token_id = tokenizer.pad_token_id
-    refuse_more_tokens(tokenizer, config.vocab_size)
+    text = config.get_text_config()
+    is_decoder = not config.is_encoder_decoder and text.model_type not in ENCODERS
+    # A decoder classifies a text at its last token that is none of the config's padding. Other models may count
+    # positions from theirs, as RoBERTa does.
+    if is_decoder or getattr(text, "pad_token_id", None) is None:
+        text.pad_token_id = tokenizer.pad_token_id
+    refuse_more_tokens(tokenizer, text.vocab_size)
 
 
 def scratch_config(

@@ -50,7 +50,7 @@ def find_encoder_source(
 
 def _is_causal(config: Any | None) -> bool:
     names = getattr(config, "architectures", None) or ()
-    return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+    return any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names)
 
 
 def build_encoder(arguments: ModelArguments, source: Source, tokenizer: Any, kept: Kept = IN_FP32) -> Any:
@@ -60,8 +60,8 @@ def build_encoder(arguments: ModelArguments, source: Source, tokenizer: Any, kep
         return DistilBertModel(scratch_config(arguments, source, tokenizer, {}))
     config = source.config
     fit_to(tokenizer, config)
-    if hasattr(config, "use_cache"):
-        config.use_cache = False  # nothing is generated, and a decoder would keep the keys and values of all layers
+    if hasattr(text := config.get_text_config(), "use_cache"):
+        text.use_cache = False  # nothing is generated, and a decoder would keep the keys and values of all layers
     model = load_weights(AutoModel, str(source.pretrained), config, arguments, kept)
     has_part = (getattr(model, part, None) is not None for part in ("encoder", "decoder"))
     if all(has_part):  # a T5 encoder, say, which AutoModel opens as a whole T5; an OPT has only a decoder

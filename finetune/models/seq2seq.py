@@ -10,7 +10,7 @@ from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGenera
 
 from finetune.data.columns import IGNORED
 from finetune.data.packing import mask_of, padded
-from finetune.data.tokenizer import has_languages, refuse_more_tokens, rows_of
+from finetune.data.tokenizer import has_languages, pad_with_end, refuse_more_tokens, rows_of
 from finetune.errors import RequestError, first_line
 from finetune.models.source import IN_FP32, Kept, TextSource, find_text_source, load_weights, positions_of
 from finetune.run.decoders import refuse_one_sided
@@ -32,6 +32,7 @@ def find_seq2seq_source(arguments: Seq2SeqModelArguments, pairs: PairArguments) 
     scratch = TextSource(config=config, description=f"T5 from scratch, size {arguments.model_size}")
     found = find_text_source(arguments, scratch, refuse_one_sided)
     if found.tokenizer is not None:
+        pad_with_end(found.tokenizer)
         _set_languages(found.tokenizer, pairs)
     positions, most = positions_of(found.config), getattr(found.tokenizer, "model_max_length", NO_LIMIT)
     source = tokens_of("max_source_length", pairs.max_source_length, positions, most)

@@ -143,7 +143,7 @@ class EmbeddingTrainer(FinetuneTrainer):
 
     def write_beside(self, folder: Path) -> None:
         """Write the files that sentence-transformers needs."""
-        size, source = self.model.config.hidden_size, self.source
+        size, source = self.model.config.get_text_config().hidden_size, self.source
         longest, usual = source.max_seq_length, source.default_prompt
         write_sentence_model(folder, source.pooling, size, longest, source.prompts, usual)
 
@@ -211,7 +211,7 @@ def embedding_model(session: Session, source: EncoderSource, data: EmbeddingData
     """The model with its adapter. Raises RequestError for --matryoshka_dims larger than its vectors."""
     kept = kept_as(session.run, source.adapter, session.training.bf16)
     model = build_encoder(session[ModelArguments], source, data.tokenizer, kept)
-    size, dims = model.config.hidden_size, session[EmbeddingArguments].matryoshka_dims or ()
+    size, dims = model.config.get_text_config().hidden_size, session[EmbeddingArguments].matryoshka_dims or ()
     if wrong := [dim for dim in dims if dim > size]:
         raise RequestError(
             f"--matryoshka_dims {wrong[0]}: the model's vectors have {size} numbers. Give {size} or less."

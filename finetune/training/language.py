@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from finetune.errors import RequestError
 from finetune.models.adapters import check_adapter, check_expert_adapter, kept_as, with_adapter
 from finetune.models.causal import CausalSource, build_causal_lm, find_causal_source, settled_config
 from finetune.models.chunked_loss import choose_chunk_tokens, use_chunked_loss
@@ -97,5 +98,10 @@ def language_pipeline(session: Session, source: CausalSource, data: Any) -> Pipe
 
 
 def _check(session: Session, source: CausalSource, data: Any) -> None:
+    if session.training.do_eval and not len(data.splits["validation"]):
+        raise RequestError(
+            "the validation data has no token to predict: it has a single one, or none that is trained on. Give more "
+            "with --validation_file, or --do_eval False."
+        )
     check_sample(data.tokenizer, session[SampleArguments], positions_of(source.config), data.is_chat)
     session.introduce(data.account.describe(), source.description)

@@ -249,10 +249,12 @@ def preference_metrics(session: Session) -> Callable[[Any], dict[str, float]]:
             loss = float(kto(ratios, torch.from_numpy(good), divergence, settings)[0].mean())
             better, worse = rows[good, 1], np.sort(rows[~good, 2])
             below = [np.searchsorted(worse, better, side) for side in ("left", "right")]
-            accuracy = float(np.mean(below) / max(len(worse), 1)) if len(better) else float("nan")
+            accuracy = float(np.mean(below) / len(worse)) if len(better) and len(worse) else math.nan
         else:
             accuracy = float(_in_order(rows[:, 1] - rows[:, 2]).mean())
-        means = dict(zip(COLUMNS, np.nanmean(rows, axis=0).tolist(), strict=True))
+        counts = (~np.isnan(rows)).sum(axis=0)
+        of_columns = np.nansum(rows, axis=0) / np.where(counts, counts, np.nan)  # NaN: no answer of this kind
+        means = dict(zip(COLUMNS, of_columns.tolist(), strict=True))
         return {"loss": loss, **_named(means, settings, accuracy)}
 
     return metrics

@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification
 from finetune.data import digests
 from finetune.data.cache import cache_key
 from finetune.data.preferences import PreferenceData
+from finetune.data.tokenizer import refuse_no_padding
 from finetune.errors import RequestError
 from finetune.models.adapters import check_adapter, kept_as, with_adapter
 from finetune.models.causal import CausalSource, build_causal_lm, find_causal_source, settled_config
@@ -106,6 +107,8 @@ def preference_source(session: Session) -> CausalSource:
     session.say(*check_adapter(run, source.adapter))
     if session[PreferenceArguments].loss == "reward" and run.value("merge_adapter"):
         raise RequestError(f"{run.said('merge_adapter')}: a reward model cannot be merged yet. Drop it.")
+    if session[PreferenceArguments].loss == "reward" and source.tokenizer is not None:
+        refuse_no_padding(source.tokenizer)
     reference_of(session, source)  # raises before the data are prepared
     return source
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, Features, Value
 
 from finetune.data.columns import WIDTHS
 from finetune.data.embedding import IDS, KEYS, collate, encode
@@ -109,13 +109,27 @@ def test_empty_texts_are_refused_with_their_rows_or_left_out(empty: Any) -> None
     assert found.skipped == {"train": 1}
 
 
-def test_a_score_or_a_label_that_is_missing_is_an_empty_row() -> None:
-    rows = [{"sentence1": f"a{n}", "sentence2": f"b{n}", "score": None if n else 1.0} for n in range(3)]
+@pytest.mark.parametrize(("score", "none"), [(1.0, None), ("1.0", "")], ids=["JSON", "CSV"])
+def test_a_score_or_a_label_that_is_missing_is_an_empty_row(score: Any, none: Any) -> None:
+    rows = [{"sentence1": f"a{n}", "sentence2": f"b{n}", "score": none if n else score} for n in range(3)]
     with pytest.raises(RequestError, match="2 of 3 rows"):
         cleaned(rows)
     labelled = [{"text": f"a{n}", "label": "a" if n < 4 else "b" if n < 8 else None} for n in range(9)]
     with pytest.raises(RequestError, match="1 of 9 rows"):
         cleaned(labelled)
+
+
+def test_hidden_labels_are_no_class_and_such_a_test_set_is_left_out() -> None:
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["no", "yes"])})
+    labels = {"train": [0, 1] * 8, "validation": [0, 1, 1, -1], "test": [-1] * 4}
+    tables = {
+        split: Dataset.from_dict({"text": [f"{split} {i}" for i in range(len(ids))], "label": ids}, features=features)
+        for split, ids in labels.items()
+    }
+    asked, cut = EmbeddingDataArguments(), PreparationArguments(skip_bad_rows=True)
+    found = clean_rows(tables, asked, cut, seed=0)
+    assert found.labels.names == ("0", "1")
+    assert found.skipped == {"train": 0, "validation": 1}
 
 
 def test_one_label_alone_is_refused() -> None:

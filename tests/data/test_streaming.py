@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import ClassLabel, Dataset, Features, Value
 
 from finetune.data import streaming
 from finetune.data.streaming import StreamCollator, Survey, TextStream, held_out_rows, is_drawn, some_texts, survey
@@ -104,7 +105,7 @@ def test_at_most_a_thousand_are_held_out(tmp_path: Path, monkeypatch: pytest.Mon
     assert held_out_rows(data, found, seed=3).num_rows == 12
 
 
-@pytest.mark.parametrize(("batch", "rows"), [(1, 300), (300, 300), (7, 301), (256, 512), (299, 598)])
+@pytest.mark.parametrize(("batch", "rows"), [(1, 300), (300, 300), (7, 301), (256, 512), (299, 598), (700, 700)])
 def test_the_last_global_batch_of_a_stream_is_filled_up_from_its_first_rows(
     batch: int, rows: int, tmp_path: Path
 ) -> None:
@@ -113,7 +114,7 @@ def test_the_last_global_batch_of_a_stream_is_filled_up_from_its_first_rows(
     stream.global_batch_size = batch
     found = texts(stream)
     assert len(found) == len(stream) == rows
-    assert found[ROWS:] == found[: rows - ROWS]
+    assert found[ROWS:] == (found[:ROWS] * 2)[: rows - ROWS]
     assert len(set(found[:ROWS])) == ROWS
 
 
@@ -137,6 +138,22 @@ def test_labels_of_a_stream_that_are_none_are_refused(labels: list[Any], said: s
     rows = [{"text": f"row {i}", "label": labels[i % 3]} for i in range(ROWS)]
     with pytest.raises(RequestError, match=said):
         surveyed(arguments(tmp_path, rows))
+
+
+def test_a_hidden_label_of_a_stream_is_none_and_not_the_last_class(tmp_path: Path) -> None:
+    """SNLI's has the id -1."""
+    labels = [-1 if i % 5 == 0 else i % 2 for i in range(100)]
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["no", "yes"])})
+    rows = {"text": [f"row {i}" for i in range(100)], "label": labels}
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "train.parquet")
+    data = DataArguments(dataset_name=str(tmp_path), streaming=True)
+    with pytest.raises(RequestError, match="data row 1 of the stream has empty text or label"):
+        surveyed(data)
+    found = surveyed(data, skip_bad_rows=True)
+    assert (found.skipped, found.rows + found.held_out) == (20, 80)
+    seen = {row["text"][0]: row["labels"] for row in TextStream(data, found, seed=3)}
+    seen |= {row["text"]: row["label"] for row in held_out_rows(data, found, seed=3)}
+    assert seen == {f"row {i}": label for i, label in enumerate(labels) if label != -1}
 
 
 def test_a_stream_that_ends_early_ends_the_run(tmp_path: Path) -> None:

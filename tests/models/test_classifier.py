@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, DistilBertConfig, GPT2Config
+from transformers import AutoModelForSequenceClassification, DistilBertConfig, GPT2Config, LlamaConfig, RobertaConfig
 from transformers.core_model_loading import WeightRenaming
 
 from finetune.data.columns import MULTI_LABEL, Labels
-from finetune.data.tokenizer import train_wordpiece
+from finetune.data.tokenizer import ready, train_bpe, train_wordpiece
 from finetune.errors import RequestError
-from finetune.models.classifier import build_classifier, find_source
+from finetune.models.classifier import build_classifier, find_source, fit_to
 from finetune.models.source import forget_unused_renamings
 from finetune.run.flags.text import ModelArguments
 
@@ -69,6 +69,36 @@ def test_a_tokenizer_without_padding_pads_with_its_end_token(tmp_path: Path) -> 
     model = build_classifier(arguments, source, LABELS, source.tokenizer).eval()
     alone = source.tokenizer(["some words"], return_tensors="pt")
     assert torch.allclose(model(**batch).logits[:1], model(**alone).logits, atol=1e-5)
+
+
+def test_a_decoder_is_judged_at_its_last_token_whatever_its_config_takes_for_padding(tmp_path: Path) -> None:
+    """As in folders of the first Llamas, whose tokenizers have no padding."""
+    shape = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(**shape, intermediate_size=32, pad_token_id=0, initializer_range=0.5)
+    arguments = ModelArguments(model_name_or_path=saved(tmp_path, config, pad=False))
+    source = find_source(arguments, None)
+    model = build_classifier(arguments, source, LABELS, source.tokenizer, will_train=False).eval()
+    batch = source.tokenizer(["some", "more words to learn"], padding=True, return_tensors="pt")
+    alone = source.tokenizer(["some"], return_tensors="pt")
+    assert torch.allclose(model(**batch).logits[:1], model(**alone).logits, atol=1e-5)
+
+
+def test_padding_from_which_positions_are_counted_stays() -> None:
+    tokenizer = train_wordpiece(["some words"], 60, 64)
+    config = RobertaConfig(vocab_size=60, pad_token_id=1)
+    fit_to(tokenizer, config)
+    assert (config.pad_token_id, tokenizer.pad_token_id) == (1, 0)
+
+
+def test_a_tokenizer_that_cannot_pad_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path, DISTILBERT)
+    train_bpe_alone().save_pretrained(path)
+    with pytest.raises(RequestError, match=r"neither a padding token nor an end of text.*Add \"pad_token\""):
+        find_source(ModelArguments(model_name_or_path=path), None)
+
+
+def train_bpe_alone() -> Any:
+    return ready(train_bpe(["some words"], 300, []), 64)
 
 
 def test_a_trained_models_labels_are_known_and_a_fresh_ones_are_not(tmp_path: Path) -> None:

@@ -24,13 +24,18 @@ from transformers import (
     ViTConfig,
 )
 
+from finetune.data.columns import Labels
+from finetune.data.tokenizer import train_wordpiece
 from finetune.errors import RequestError
 from finetune.models.adapters import with_adapter
+from finetune.models.classifier import build_classifier, find_source
 from finetune.models.composite import class_for, describe_frozen, freeze_unread, unread
+from finetune.models.encoder import build_encoder, find_encoder_source
 from finetune.models.multiplied import multiplied_parameters
 from finetune.models.probes import small_copy
 from finetune.models.source import positions_of
 from finetune.run.flags.adapter import AdapterArguments
+from finetune.run.flags.text import ModelArguments
 from finetune.training.guards import replay
 
 TEXT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
@@ -69,6 +74,20 @@ def test_a_class_that_transformers_lacks_for_a_model_is_named_with_what_to_do(tm
     message = r"for which transformers \S+ has no AutoModelForSequenceClassification\. Give a model that has one\.$"
     with pytest.raises(RequestError, match=message):
         loaded(tmp_path, AutoModelForSequenceClassification, llava(), has_new_head=True)
+
+
+def test_a_model_with_a_tower_classifies_and_embeds_texts(tmp_path: Path) -> None:
+    gemma().save_pretrained(tmp_path)
+    train_wordpiece(["some words"], TEXT["vocab_size"], 16).save_pretrained(tmp_path)
+    arguments, labels = ModelArguments(model_name_or_path=str(tmp_path)), Labels("classification", ("bad", "good"))
+    source = find_source(arguments, None)
+    read = source.tokenizer(["some", "some words"], padding=True, return_tensors="pt", return_token_type_ids=False)
+    classifier = build_classifier(arguments, source, labels, source.tokenizer).eval()
+    assert classifier(**read).logits.shape == (2, 2)
+    asked = find_encoder_source(arguments, None, None, {"query": None, "document": None})
+    hidden = build_encoder(arguments, asked, source.tokenizer).eval()(**read).last_hidden_state
+    assert hidden.shape == (*read["input_ids"].shape, TEXT["hidden_size"])
+    assert asked.pooling == "last"
 
 
 @pytest.mark.parametrize("made", [llava, gemma], ids=lambda made: made.__name__)

@@ -11,6 +11,7 @@ from seq2seq_families import FAMILIES, PIECES, mbart, save
 from transformers import MT5Config, MT5ForConditionalGeneration, T5Tokenizer
 
 from finetune.data.columns import IGNORED
+from finetune.data.tokenizer import ready, train_bpe
 from finetune.errors import RequestError
 from finetune.models.seq2seq import PairCollator, build_seq2seq, find_seq2seq_source
 from finetune.run.recipes.seq2seq import PairArguments, Seq2SeqModelArguments
@@ -74,6 +75,13 @@ def test_a_config_that_does_not_say_how_a_text_begins_is_refused(tmp_path: Path)
     config.decoder_start_token_id = None
     save(tmp_path, MT5ForConditionalGeneration(config), tokenizer)
     with pytest.raises(RequestError, match="Add decoder_start_token_id"):
+        opened(tmp_path)
+
+
+def test_a_tokenizer_that_cannot_pad_is_refused(tmp_path: Path) -> None:
+    FAMILIES["mbart"][0](tmp_path)
+    ready(train_bpe(["some words"], 300, []), 64).save_pretrained(tmp_path)
+    with pytest.raises(RequestError, match="neither a padding token nor an end of text"):
         opened(tmp_path)
 
 

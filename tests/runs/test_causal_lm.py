@@ -309,6 +309,15 @@ def test_a_trained_model_is_evaluated_alone_on_a_file(tmp_path: Path, base: Path
     assert run.json("eval_results.json")["eval_loss"] > 1
 
 
+def test_held_out_text_in_which_nothing_is_predicted_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "v.txt").write_text("a")
+    values = {"train_file": "README.md", "validation_file": tmp_path / "v.txt"}
+    run = train("python", tmp_path / "run", values, check=False)
+    assert run.status == 2
+    assert "the validation data has no token to predict" in run.output
+    assert "eval_loss" in train("python", tmp_path / "run", {**values, "validation_file": "README.md"}).output
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -63,6 +63,21 @@ def test_a_step_that_is_not_finite_is_explained_and_changes_nothing(skipped: Fin
     assert (skipped.folder / "_nan/step-3/rank-0.safetensors").is_file()
 
 
+def test_a_step_of_pairs_is_explained_and_its_batch_kept(tmp_path: Path) -> None:
+    """The gradients of a batch of pairs are computed ahead of its backward pass, from all micro-batches of a step."""
+    from safetensors.numpy import load_file
+
+    values = {**TINY, **NOT_JUDGED, "max_steps": 3, "per_device_train_batch_size": 8, "on_nan": "skip"}
+    values["gradient_accumulation_steps"] = 2
+    fault = {**NAN, "batch": 7}  # two texts of each of two micro-batches are looked up
+    run = faulty("python", tmp_path / "run", values, fault, "recipes/embedding.py")
+    said = "warning: step 2 is not finite: first the output of embeddings.word_embeddings (Embedding)"
+    assert said in run.output, run.output[-3000:]
+    assert [row["loss"] is None for row in run.steps] == [False, True, False]
+    batch = load_file(run.folder / "_nan/step-2/rank-0.safetensors")
+    assert {"0.input_ids", "1.input_ids", "1.attention_mask", "1.keys", "1.labels", "rng.cpu"} <= batch.keys()
+
+
 def weights_of(checkpoint: Path) -> dict[str, bytes]:
     """Of all stages, to the bit."""
     from safetensors.numpy import load_file

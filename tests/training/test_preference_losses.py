@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from finetune.training.preference import preference_metrics
 from finetune.training.preference_losses import LOSSES, Pairs, Settings, kto, squared_log_ratio
 
 RANDOM = np.random.default_rng(0)
@@ -95,3 +97,16 @@ def test_kto_weighs_desirable_and_undesirable_answers_from_its_baseline() -> Non
     losses, rewards = kto(torch.from_numpy(ratios), torch.from_numpy(good), torch.tensor(z), settings)
     np.testing.assert_allclose(losses, np.where(good, 1.5, 0.5) - value, rtol=1e-7)
     np.testing.assert_allclose(rewards, 0.3 * ratios, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.filterwarnings("error")
+def test_kto_has_no_accuracy_where_held_out_answers_are_all_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finetune.training.preference.settings_of", lambda session: Settings("kto", 0.1))
+    measure: Any = preference_metrics(None)  # type: ignore[arg-type]
+    good, bad = [0.5, 0.2, np.nan, -1.0, np.nan, 0.1], [0.5, np.nan, -0.2, np.nan, -3.0, 0.1]
+    found = {name: measure(SimpleNamespace(predictions=np.array(rows))) for name, rows in
+             {"good": [good, good], "bad": [bad], "both": [good, bad]}.items()}  # fmt: skip
+    accuracies = {name: one["preference_accuracy"] for name, one in found.items()}
+    assert accuracies == pytest.approx({"good": np.nan, "bad": np.nan, "both": 1.0}, nan_ok=True)
+    assert found["good"]["logp_chosen"] == found["both"]["logp_chosen"] == -1.0
+    assert np.isnan(found["good"]["logp_rejected"])

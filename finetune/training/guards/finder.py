@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+THE_LOSS = "the loss"  # how a finding begins that names no tensor of the model or the batch
+
 
 @dataclass(frozen=True)
 class Found:
