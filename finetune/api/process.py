@@ -21,7 +21,7 @@ QUIETED = ("transformers", "datasets", "accelerate", "DeepSpeed", "torch.distrib
 def left_as_found(argv: Sequence[str]) -> Iterator[None]:
     """Inside, sys.argv is `argv`, which the run records. However it ends, this restores environment variables, signal
     handlers, log levels, warning filters, progress bars, torch's thread count and random states, finishes a tracker's
-    run, and releases the run folder's lock."""
+    run, releases the run folder's lock, and returns freed memory to the system."""
     environment, words = dict(os.environ), sys.argv
     levels = {name: logging.getLogger(name).level for name in QUIETED}
     is_main = threading.current_thread() is threading.main_thread()  # only it may set a handler
@@ -49,6 +49,7 @@ def _libraries_as_found() -> Iterator[None]:
     import transformers
 
     from finetune.training.checkpoints.lock import give_up_locks
+    from finetune.training.kept_memory import stop_keeping_freed_memory
 
     bars = transformers.utils.logging.is_progress_bar_enabled(), not datasets.are_progress_bars_disabled()
     threads, had_run = torch.get_num_threads(), _wandb_run() is not None
@@ -67,6 +68,7 @@ def _libraries_as_found() -> Iterator[None]:
             transformers.utils.logging.enable_progress_bar()
         if bars[1]:
             datasets.enable_progress_bars()
+        stop_keeping_freed_memory()
 
 
 def _wandb_run() -> object:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
@@ -13,6 +12,7 @@ from transformers import TrainerCallback
 # heap, which never shrinks by itself.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 NEVER, KEPT_BYTES = -1, (2**30, 2**25)
+OWN_MOST = 2**25  # glibc raises its threshold to the size of a freed tensor up to here, and trims above twice that
 SETTLING_STEPS = 10  # after each trim, in which a process takes again what it needs
 MOST_GROWTH = 1.5  # where lengths vary, the heap's free pieces are often too small for the next tensor
 
@@ -25,14 +25,25 @@ def keep_freed_memory() -> ctypes.CDLL | None:
     kernel clears the pages of the next ones (glibc 2.36, malloc.c, munmap_chunk). Huge pages, which torch asks for with
     THP_MEM_ALLOC_ENABLE=1, then gain nothing, and cost memory where lengths vary (benchmarks/switches.py: memory).
     """
-    given = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(n.startswith("MALLOC_") for n in os.environ)
-    if "CS_GNU_LIBC_VERSION" not in os.confstr_names or given:
-        return None
-    libc = ctypes.CDLL(None)
+    libc = _glibc()
     # Older releases take at most 32 MiB. Without a threshold of ours, theirs would no longer grow.
-    if any(libc.mallopt(M_MMAP_THRESHOLD, size) for size in KEPT_BYTES):
+    if libc is not None and any(libc.mallopt(M_MMAP_THRESHOLD, size) for size in KEPT_BYTES):
         libc.mallopt(M_TRIM_THRESHOLD, NEVER)
     return libc
+
+
+def stop_keeping_freed_memory() -> None:
+    """Return freed memory to the system, now and from now on, as glibc does by itself. For a process that lives on."""
+    libc = _glibc()
+    if libc is not None:
+        libc.mallopt(M_MMAP_THRESHOLD, OWN_MOST)
+        libc.mallopt(M_TRIM_THRESHOLD, 2 * OWN_MOST)
+        libc.malloc_trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    given = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(n.startswith("MALLOC_") for n in os.environ)
+    return None if "CS_GNU_LIBC_VERSION" not in os.confstr_names or given else ctypes.CDLL(None)
 
 
 class KeptMemory(TrainerCallback):
@@ -68,5 +79,6 @@ class KeptMemory(TrainerCallback):
 def own_bytes() -> int:
     """Resident memory of this process, without what it shares, such as an asynchronous save's copy, and without mapped
     files. Source: proc(5), /proc/pid/statm."""
-    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    with open("/proc/self/statm", "rb", buffering=0) as file:  # in each step, a third of what Path.read_text() takes
+        _, resident, shared, *_ = file.read().split()
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")

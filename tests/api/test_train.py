@@ -88,9 +88,10 @@ def test_a_run_on_a_cpu_keeps_freed_memory_and_draws_masks_itself_where_torch_is
     for module in (dropout, chapters):
         monkeypatch.setattr(module, "draws_slowly", lambda: is_slow)
     monkeypatch.setattr(kept_memory, "keep_freed_memory", lambda: called.update(["memory"]))
+    monkeypatch.setattr(kept_memory, "stop_keeping_freed_memory", lambda: called.update(["memory back"]))
     values = {**SMALL, "dropout": 0.2, "max_steps": 1}
     train("seq_cls", train_file=own_csv, output_dir=tmp_path / "run", **values)
-    assert called["memory"] == 1
+    assert called["memory"] == called["memory back"] == 1
     assert (called["masks of 0.2"] > 0) == is_slow
 
 

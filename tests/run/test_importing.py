@@ -7,12 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from accelerate.utils import is_lomo_available
 from conftest import REPO
 
-from finetune.run.importing import CPP_LOG, EAGER, begin_imports, end_imports, uses_bitsandbytes
+from finetune.run.importing import CPP_LOG, EAGER, LOMO, begin_imports, end_imports, uses_bitsandbytes
 from finetune.run.launch import Launch
 from finetune.run.recipes.seq_cls import SEQ_CLS
 from finetune.run.resolve import resolve
@@ -95,6 +97,30 @@ def test_a_run_that_may_quantize_leaves_bitsandbytes_compiled(
     end_imports()
     gc.unfreeze()
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_each_step_of_accelerates_optimizer_searches_for_no_package_that_is_not_there(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, LOMO, raising=False)
+    if installed:
+        (tmp_path / LOMO).mkdir()
+        (tmp_path / LOMO / "__init__.py").touch()
+        monkeypatch.syspath_prepend(tmp_path)
+    begin_imports(resolve(SEQ_CLS, ["--output_dir", str(tmp_path / "out")], Launch()))
+    end_imports()
+    gc.unfreeze()
+    sought = []
+
+    class Finder:
+        def find_spec(self, name: str, *_: object) -> None:
+            sought.append(name)
+
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    is_lomo_available()
+    assert sought == [LOMO] * installed
+    assert (find_spec(LOMO) is not None) == installed
 
 
 def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

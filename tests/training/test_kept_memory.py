@@ -52,6 +52,24 @@ kept.on_evaluate(None, None, None)
 print(before >> 20, own_bytes() >> 20)
 """
 
+STOPPED = """
+from finetune.training.kept_memory import keep_freed_memory, own_bytes, stop_keeping_freed_memory
+import torch
+keep_freed_memory()
+def freed(mib):
+    tensors = [torch.ones(2**20) for _ in range(mib // 4)]
+    fence = torch.ones(64)  # above them in the heap
+    del tensors
+    print(own_bytes() >> 20)
+    return fence
+fences = [freed(4), freed(1024)]
+stop_keeping_freed_memory()
+print(own_bytes() >> 20)
+large = torch.ones(2**24)
+del large
+print(own_bytes() >> 20)
+"""
+
 
 def faults(env: dict[str, str]) -> int:
     return int(printed(FAULTS, env)[-1])
@@ -92,3 +110,11 @@ def test_nothing_is_given_back_if_the_user_configures_malloc() -> None:
     *_, (grown, left), _, _, (kept, evaluated) = held({"MALLOC_TRIM_THRESHOLD_": str(2**40)})
     assert left >= 0.9 * grown
     assert evaluated == kept
+
+
+@glibc
+def test_a_process_that_lives_on_gives_back_what_a_run_kept_and_keeps_no_more() -> None:
+    before, kept, stopped, freed = (int(line) for line in printed(STOPPED, {}))
+    assert kept > before + 900, "in MiB"
+    assert stopped < before + 100
+    assert freed < before + 40
