@@ -30,6 +30,7 @@ from finetune.training.loss import (
     class_weights,
     honours_num_items_in_batch,
     loss_for,
+    positive_weights,
     settle_loss_scaling,
     settle_trainer,
 )
@@ -194,6 +195,10 @@ def test_class_weights_are_those_of_scikit_learn() -> None:
     expected = compute_class_weight("balanced", classes=np.arange(3), y=labels)
     assert class_weights([90, 9, 1]) == pytest.approx(expected.tolist())
     assert class_weights([3, 0, 1])[1] == 0.0, "of a class without rows"
+
+
+def test_a_label_weighs_as_many_times_more_as_rows_without_it_are_more() -> None:
+    assert positive_weights([3, 6, 0], rows=9) == [2.0, 0.5, 1.0], "1 for a label that no row has"
 
 
 def test_the_weighted_loss_of_parts_adds_up_to_that_of_the_whole() -> None:
