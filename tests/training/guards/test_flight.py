@@ -163,8 +163,10 @@ for _ in range(3):
     distributed.all_reduce(torch.ones(7, 5))
 (joined,) = Recorder(set()).read()
 print(joined.operation, joined.of, joined.number)
+distributed.destroy_process_group()
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     assert re.search(r"^all_reduce of 7 x 5 float32 [3-9]$", done.stdout, re.MULTILINE)
     monkeypatch.delattr(c10d, "_dump_fr_trace_json")
     assert Recorder(set()).read() == ()
