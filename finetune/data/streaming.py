@@ -99,12 +99,10 @@ def survey(
                     "--skip_bad_rows True."
                 )
             continue
-        value = row[columns.label]
-        if names:
-            named = names_of_ids([value], names, f"data row {number + 1} of the stream")
-            value = named[0] if named else None
-        label = countable(value)
-        refuse_nested([label], str(columns.label), f"data row {number + 1} of the stream")
+        where = f"data row {number + 1} of the stream"
+        named = names_of_ids([row[columns.label]], names, where) if names else None
+        label = countable(named[0] if named else row[columns.label])
+        refuse_nested([label], str(columns.label), where)
         everything[label] += 1
         if held_out < most_held_out and is_drawn(number, seed, fraction):
             held_out, last = held_out + 1, number

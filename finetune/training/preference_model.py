@@ -105,10 +105,11 @@ def preference_source(session: Session) -> CausalSource:
     run = session.run
     source = find_causal_source(session[CausalModelArguments], session[PreferenceDataArguments].block_size)
     session.say(*check_adapter(run, source.adapter))
-    if session[PreferenceArguments].loss == "reward" and run.value("merge_adapter"):
-        raise RequestError(f"{run.said('merge_adapter')}: a reward model cannot be merged yet. Drop it.")
-    if session[PreferenceArguments].loss == "reward" and source.tokenizer is not None:
-        refuse_no_padding(source.tokenizer)
+    if session[PreferenceArguments].loss == "reward":
+        if run.value("merge_adapter"):
+            raise RequestError(f"{run.said('merge_adapter')}: a reward model cannot be merged yet. Drop it.")
+        if source.tokenizer is not None:
+            refuse_no_padding(source.tokenizer)
     reference_of(session, source)  # raises before the data are prepared
     return source
 

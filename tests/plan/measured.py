@@ -16,8 +16,10 @@ from typing import Any
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from finetune.training.kept_memory import M_MMAP_THRESHOLD
+
 BACKWARD = "backward begins"
-M_MMAP_THRESHOLD, LARGE_BYTES = -3, 2**16  # of glibc's mallopt (malloc.h)
+LARGE_BYTES = 2**16
 # What allocates for others, so that a block belongs to the operator around it.
 FACTORIES = ("aten::empty", "aten::new_empty", "aten::resize_", "aten::zeros", "aten::new_zeros", "aten::ones_like")
 # Kernels whose scratch, taken and given back inside, is the CPU's own (oneDNN's copies in bf16, for instance).

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-THE_LOSS = "the loss"  # how a finding begins that names no tensor of the model or the batch
-
 
 @dataclass(frozen=True)
 class Found:
@@ -19,6 +17,10 @@ class Found:
 
     module: str
     what: str
+
+
+class FoundLoss(Found):
+    """A loss, which may be over the rows of other micro-batches, too, and not finite by these."""
 
 
 class Finder:

@@ -23,7 +23,7 @@ from finetune.errors import RequestError, RunError, first_line
 from finetune.run.flags.guards import GuardArguments
 from finetune.training.checkpoints.manifest import checkpoints_in, problems
 from finetune.training.checkpoints.writing import by_first, every, leads, rank
-from finetune.training.guards.finder import THE_LOSS, Found
+from finetune.training.guards.finder import Found, FoundLoss
 from finetune.training.guards.replay import FOLDER, write_batch, write_report
 from finetune.training.resuming import rng_state, set_rng_state
 
@@ -275,13 +275,11 @@ def poisoned(loss: torch.Tensor) -> torch.Tensor:
     return loss * (1 + (loss - loss).detach())
 
 
-def _is_loss(one: Finding) -> bool:
-    return one.found is not None and one.found.what.startswith(THE_LOSS)
-
-
 def _said(findings: list[Finding], step: int, losses_are_finite: bool) -> str:
-    # Losses come last: one may be over the rows of other micro-batches, too, and not finite by these.
-    found = sorted((one for one in findings if one.found), key=lambda one: (_is_loss(one), one.micro_batch, one.rank))
+    found = sorted(
+        (one for one in findings if one.found),
+        key=lambda one: (isinstance(one.found, FoundLoss), one.micro_batch, one.rank),  # losses last
+    )
     if not found:
         what = "the gradients are" if losses_are_finite else "the loss is"
         return (

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 
-from finetune.training.guards.finder import THE_LOSS, Finder, Found, odd_inputs
+from finetune.training.guards.finder import Finder, FoundLoss, odd_inputs
 from finetune.training.guards.nan_guard import Finding, Suspect
 from finetune.training.reshard.resuming import here_of
 from finetune.training.reshard.sharding import can_load_as_it_stands, sharding_of
@@ -62,7 +62,7 @@ class TrainerSuspect(Suspect):
                 loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=self.items)
             found = found or finder.first
             if found is None and not bool(torch.isfinite(loss)):
-                found = Found("", f"{THE_LOSS}, although all outputs are finite: look at the labels")
+                found = FoundLoss("", "the loss, although all outputs are finite: look at the labels")
             if backward and loss.requires_grad:
                 found = found or finder.backward(loss, parameters=not trainer.needs_all_ranks)
             readers, reader = trainer.sequence.readers, trainer.sequence.reader

@@ -20,7 +20,7 @@ from finetune.data.sampling import GlobalBatchSampler
 from finetune.data.shares import WHOLE_POSITIONS
 from finetune.errors import RequestError, RunError
 from finetune.run.flags.guards import GuardArguments
-from finetune.training.guards.finder import THE_LOSS, Finder, Found, odd_inputs, oddity
+from finetune.training.guards.finder import Finder, Found, FoundLoss, odd_inputs, oddity
 from finetune.training.guards.memory import is_out_of_memory
 from finetune.training.guards.nan_guard import MOST_SHOWN, Finding, NanGuard, Suspect, _said, poisoned
 from finetune.training.guards.replay import groups_in, read_batches, replay, write_batch, write_report
@@ -234,7 +234,8 @@ def test_the_first_micro_batch_is_named_with_its_samples() -> None:
 
 def test_a_loss_that_is_not_finite_by_another_micro_batch_is_named_last() -> None:
     """As over the pairs of a whole step, or by KTO's baseline."""
-    said = _said([finding(0, 0, f"{THE_LOSS}, it says"), finding(0, 1, "an output", [5])], 5, False)
+    loss = Finding(0, 0, FoundLoss("", "the loss"), None)
+    said = _said([loss, finding(0, 1, "an output", [5])], 5, False)
     assert said.startswith("step 5 is not finite: first an output; rank 0, micro-batch 2, samples 5.")
 
 
