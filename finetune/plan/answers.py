@@ -231,7 +231,7 @@ def write_config(path: Path, found: Found | None, has_disk: bool = False) -> str
             return f"nothing written: {alone}"
         alone += f" ({fastest.samples_per_second / best.samples_per_second:.2f}x as fast)\n"
     assert best is not None
-    write_json(shipped(best.layout), path)
+    write_json(path, shipped(best.layout))
     flags = flags_of(best.plan.job, has_disk=has_disk, shared=shared)
     recipe = "recipes/causal_lm_pipeline.py" if best.plan.job.engine == PIPELINE else "RECIPE"
     return f"{alone}wrote {path} ({best.words}); run {recipe} --deepspeed {path} {flags}"

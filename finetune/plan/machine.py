@@ -191,10 +191,10 @@ def read_machine(path: Path) -> Machine:
 
 def write_machine(machine: Machine, path: Path) -> None:
     """In the form that `read_machine` reads. Raises RequestError if the file cannot be written."""
-    write_json(dataclasses.asdict(machine), path)
+    write_json(path, dataclasses.asdict(machine))
 
 
-def write_json(content: dict[str, Any], path: Path) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
     """Raises RequestError if the file cannot be written."""
     try:
         path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")

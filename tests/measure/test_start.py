@@ -58,7 +58,7 @@ def test_the_trainer_is_told_what_was_planned(tmp_path: Path) -> None:
         "attn_implementation": "eager",
         "sequence_tokens": "32", "loss_chunk_tokens": "0", "per_device_train_batch_size": "3",
         "gradient_accumulation_steps": "4", "bf16": "True", "fp16": "False", "deepspeed": "none",
-        "activation_checkpoint_interval": "2", "optim": "adamw_torch_fused",
+        "activation_checkpoint_interval": "2", "optim": "adamw_torch_fused", "logging_nan_inf_filter": "True",
     }  # fmt: skip
     assert json.loads(Path(found["model_config"]).read_text()) == LITE
 
@@ -69,6 +69,7 @@ def test_the_trainer_is_told_what_was_planned(tmp_path: Path) -> None:
         ("none", {}),
         ("none", {"checkpoint_interval": 2, "attention": "eager", "optimizer": Optimizer("sgd")}),
         ("none", {"engine": FSDP, "loss_chunk_tokens": 512}),
+        ("none", {"looks_at_loss": False}),
         ("zero2", {"loss_chunk_tokens": 512}),
         ("zero2_offload", {}),
         ("zero3", {"micro_batch": 1, "accumulation": 1}),
