@@ -5,15 +5,14 @@
 
 Writes docs/results/causal_lm.md. Parts: `loss` (nanoGPT's CPU configuration, validation loss over the whole held-out
 text), `speed` (step times of the recipe and of plain PyTorch loops with the same model, interleaved in rounds of 20
-steps in one process, so that a noisy machine favors none), `compiled` (the same with torch.compile for both, in fp32
-and bf16), `corpus` (memory of a run on 1 GB of text: the given text, repeated). causal_lm_parts.py measures the parts
-of a model, and causal_lm_gpu.py measures on a GPU.
+steps in one process, so that a noisy machine favors none), `compiled` and `compiled_bf16` (the same with torch.compile
+for both, in fp32 and in bf16, for cores that have it), `corpus` (memory of a run on 1 GB of text: the given text,
+repeated). causal_lm_parts.py measures the parts of a model, and causal_lm_gpu.py measures on a GPU.
 """
 
 import argparse
 import json
 import os
-import platform
 import runpy
 import statistics
 import subprocess
@@ -21,9 +20,12 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from importlib.metadata import version
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+
+from releases import in_words, this_machine, versions
 
 REPO = Path(__file__).resolve().parents[1]
 OUT = REPO / "docs" / "results"
@@ -66,17 +68,10 @@ def speed(text: str, scratch: Path) -> dict:
     return turns_of(text, scratch / "speed", loops, "--bf16", "False")
 
 
-def compiled(text: str, scratch: Path) -> dict:
-    """As `speed`, by precision, with torch.compile for the recipe and the loop."""
-    found = {}
-    for precision, half in {"fp32": False, "bf16": True}.items():
-        loops = {"plain loop": {"compiled": True, "half": half}}
-        words = ("--bf16", str(half), "--torch_compile", "True")
-        found[precision] = turns_of(text, scratch / precision, loops, *words)
-        print(
-            precision, {name: statistics.median(some) for name, some in found[precision]["turns"].items()}, flush=True
-        )
-    return found
+def compiled(text: str, scratch: Path, half: bool) -> dict:
+    """As `speed`, with torch.compile for the recipe and the loop, in bf16 or fp32."""
+    loops = {"plain loop": {"compiled": True, "half": half}}
+    return turns_of(text, scratch / "compiled", loops, "--bf16", str(half), "--torch_compile", "True")
 
 
 def turns_of(text: str, folder: Path, loops: dict, *words: str) -> dict:
@@ -234,13 +229,19 @@ def anonymous_mib(pid: int) -> float:
     return sum(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon")) / 1024
 
 
-PARTS = {"loss": loss, "speed": speed, "compiled": compiled, "corpus": corpus}
+COMPILED = {"compiled": ("fp32", False), "compiled_bf16": ("bf16", True)}
+PARTS: dict[str, Callable[[str, Path], dict]] = {"loss": loss, "speed": speed}
+PARTS |= {part: partial(compiled, half=half) for part, (_, half) in COMPILED.items()}
+PARTS["corpus"] = corpus
 
 
 def render(results: dict) -> str:
     """Render the page in docs/results/ from the data beside it."""
-    lines = ["# recipes/causal_lm.py: loss, step time and memory", "", results["machine"] + ". Made by"]
-    lines += ["`python benchmarks/causal_lm.py --text ../shared/data/tinyshakespeare/input.txt`.", ""]
+    lines = ["# recipes/causal_lm.py: loss, step time and memory", "", "Made by"]
+    lines[-1] += (
+        " `python benchmarks/causal_lm.py --text ../shared/data/tinyshakespeare/input.txt`. The machine of each part:"
+    )
+    lines += ["", *(f"- `{part}`: {results['machines'][part]}." for part in PARTS if part in results), ""]
     if found := results.get("loss"):
         lines += ["## nanoGPT's character-level CPU configuration: 2,000 steps of 12 x 64 characters, fp32", ""]
         lines += ["| run | validation loss |", "|---|---|"]
@@ -279,11 +280,13 @@ def render(results: dict) -> str:
         for part, value in found["parts"].items():
             lines.append(f"| {part} | {value:.2f} | {found['loop parts'][part]:.2f} |")
         lines.append(f"| everything else | {rest['recipe']:.2f} | {rest['plain loop']:.2f} |")
-    for precision, found in results.get("compiled", {}).items():
+    for part, (precision, _) in COMPILED.items():
+        if not (found := results.get(part)):
+            continue
         rounds = len(found["turns"]["recipe"])
         lines += ["", f"## Step time with torch.compile, {precision}: {rounds} rounds of {TURN} steps, two threads", ""]
         lines += step_times(found["turns"])
-    if "compiled" in results:
+    if "compiled_bf16" in results:
         lines += ["", "The loop attends with SDPA, torch's default; in bf16 on a CPU the recipe does not."]
     if found := results.get("corpus"):
         lines += ["", "## Memory for a large corpus (character tokens)", ""]
@@ -318,9 +321,8 @@ def measure(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for part in options.parts:
             results[part] = PARTS[part](options.text, Path(scratch))
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate"))
-    results["machine"] = f"{platform.machine()}, {os.cpu_count()} cores; {versions}"
-    path.write_text(json.dumps(results, indent=1) + "\n")
+            results.setdefault("machines", {})[part] = f"{this_machine()}; {in_words(versions())}"
+            path.write_text(json.dumps(results, indent=1) + "\n")
     path.with_suffix(".md").write_text(render(results))
     print(render(results))
 

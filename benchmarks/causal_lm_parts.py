@@ -9,8 +9,6 @@ measures a single variant. causal_lm_gpu.py measures on a GPU.
 
 import argparse
 import json
-import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -19,6 +17,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+from releases import this_machine
 from spread import spread
 
 REPO = Path(__file__).resolve().parents[1]
@@ -239,7 +238,7 @@ def main() -> None:
     for part in options.parts:
         results[part] = packing(options.sst2) if part == "packing" else parts[part]()
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
-    results["machine"] = f"{platform.machine()}, {os.cpu_count()} cores; {versions}"
+    results["machine"] = f"{this_machine()}; {versions}"
     path.write_text(json.dumps(results, indent=1) + "\n")
     path.with_suffix(".md").write_text(render(results))
     print(render(results))

@@ -17,7 +17,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import platform
 import re
 import statistics
 import subprocess
@@ -27,7 +26,7 @@ import time
 from pathlib import Path
 
 from check_cases import A_RUN, FAULTS, GOOD, Fault, run_of
-from releases import in_words, versions
+from releases import in_words, this_machine, versions
 
 REPO = Path(__file__).resolve().parents[1]
 OUT = REPO / "docs" / "results"
@@ -353,7 +352,7 @@ def main() -> None:
     result = {"cold_seconds": seconds, **measure(only, known)}
     if only:
         return
-    result["machine"] = f"{platform.machine()}, {os.cpu_count()} CPU cores; {in_words(versions())}"
+    result["machine"] = f"{this_machine()}; {in_words(versions())}"
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import time
 from importlib.metadata import version
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from releases import this_machine
 from spread import spread
 
 from finetune.data.tokenizer import train_text_tokenizer
@@ -91,7 +91,7 @@ def measure(turns: int) -> dict[str, Any]:
                 rates[f"{run.__name__}_cpu"].append(PROMPTS * NEW / (time.process_time() - start_cpu))
         kinds[kind] = rates
     return {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s)",
+        "machine": f"{this_machine()}, {torch.get_num_threads()} thread(s)",
         "load": round(os.getloadavg()[0], 1),
         "versions": ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers")),
         "same_answers": same,

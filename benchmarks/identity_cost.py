@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import runpy
 import shutil
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from durability_runs import REPO, environment
-from releases import in_words, versions
+from releases import in_words, this_machine, versions
 
 OUT = REPO / "docs" / "results" / "identity_cost.json"
 TIMINGS, REPEATS = (
@@ -192,7 +191,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     repeats = parser.parse_args().repeats
     record: dict[str, Any] = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": this_machine(),
         "versions": versions(),
         "repeats": repeats,
         "rows": ROWS,

@@ -6,7 +6,6 @@ python benchmarks/images.py        # about five minutes on two cores; pages.py m
 from __future__ import annotations
 
 import json
-import platform
 import sys
 import tempfile
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from durability_runs import environment, port
-from releases import in_words, versions
+from releases import in_words, this_machine, versions
 
 REPO = Path(__file__).resolve().parents[1]
 OUT = REPO / "docs" / "results" / "images.json"
@@ -115,7 +114,7 @@ def page(found: dict[str, Any]) -> str:
 def main() -> None:
     with tempfile.TemporaryDirectory() as home:
         losses = measure(Path(home))
-    found = {"date": time.strftime("%Y-%m-%d"), "machine": f"{platform.machine()}, two CPU cores"}
+    found = {"date": time.strftime("%Y-%m-%d"), "machine": this_machine()}
     found["versions"] = versions()
     OUT.write_text(json.dumps({**found, "losses": losses}, indent=1) + "\n")
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import tempfile
 from collections.abc import Mapping
@@ -22,7 +20,7 @@ from typing import Any
 
 from peers import WARMUP_STEPS, Peers, flagged
 from post_training import NAMES, make_chats, make_model
-from releases import in_words, versions
+from releases import in_words, this_machine, versions
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "results" / "kernel_losses_gpu.json"
 BASE, STEPS, BATCH, BLOCK = "eager", 20, 4, 512
@@ -90,8 +88,7 @@ def main() -> None:
     import torch
 
     on_gpu = torch.cuda.is_available()
-    machine = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()}, {os.cpu_count()} cores"
-    found: dict[str, Any] = {"setting": f"{machine}; {in_words(versions())}", "runs": {}}
+    found: dict[str, Any] = {"setting": f"{this_machine()}; {in_words(versions())}", "runs": {}}
     with tempfile.TemporaryDirectory() as place:
         scratch, peers = Path(place), Peers(Path(place), {}, on_gpu)
         make_model(scratch / "model")

@@ -13,7 +13,6 @@ else, at the rate of its own shapes. Writes docs/results/limit.md, .json and .pn
 import argparse
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 from limit_page import KINDS, OUT, PAIRS, TIMED, page, picture
+from releases import this_machine
 from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback, TrainingArguments
 
@@ -246,7 +246,7 @@ def main() -> None:
     path = OUT / "limit.json"
     record = json.loads(path.read_text()) if path.is_file() else {"jobs": {}}
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
-    record["machine"] = f"{platform.machine()}, {os.cpu_count()} cores; {versions}"
+    record["machine"] = f"{this_machine()}; {versions}"
     for name in asked.jobs:
         load = os.getloadavg()[0]
         record["jobs"][name] = {**measured(name, asked.rounds), "threads": asked.threads, "load": load}

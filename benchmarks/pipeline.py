@@ -12,7 +12,6 @@ their memory is measured, not time.
 import argparse
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -23,6 +22,7 @@ from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 
+from releases import this_machine
 from spread import spread
 
 from finetune.measure.processes import DEEPSPEED, started
@@ -359,7 +359,7 @@ def main() -> None:
     path = options.out / f"{name}.json"
     results = json.loads(path.read_text()) if path.is_file() else {}
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "deepspeed"))
-    results["machine"] = f"{platform.machine()}, {os.cpu_count()} CPU cores; {versions}"
+    results["machine"] = f"{this_machine()}; {versions}"
     if options.gpu:
         import torch
 

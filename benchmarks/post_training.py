@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import sys
 import tempfile
@@ -23,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from peers import OURS, WARMUP_STEPS, Peers, rows_of
-from releases import in_words, versions
+from releases import in_words, this_machine, versions
 
 REPO = Path(__file__).resolve().parents[1]
 OUT = REPO / "docs" / "results" / "post_training.json"
@@ -162,7 +160,7 @@ def main() -> None:
     import torch
 
     options.gpu = torch.cuda.is_available()
-    machine = torch.cuda.get_device_name() if options.gpu else f"{platform.machine()}, {os.cpu_count()} cores"
+    machine = this_machine()
     setting = {
         "command": "python benchmarks/post_training.py" + " ".join(["", *sys.argv[1:]]),
         "machine": machine,

@@ -1,7 +1,9 @@
-"""The package releases that were used for a measurement."""
+"""What a measurement was made with: the package releases, and the machine."""
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Mapping
 from importlib.metadata import version
 
@@ -13,3 +15,16 @@ def versions() -> dict[str, str]:
 def in_words(found: Mapping[str, str]) -> str:
     """As text, for the pages of docs/results/."""
     return ", ".join(f"{name} {number}" for name, number in found.items())
+
+
+def this_machine() -> str:
+    """The name of the GPU, or the kind and number of the cores, the widest vectors that torch uses, and whether they
+    multiply bf16 natively."""
+    import torch
+
+    from finetune.training.runtime import choose_precision
+
+    if torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
+    bf16 = "native" if choose_precision(False) == "bf16" else "emulated"
+    return f"{platform.machine()}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}, bf16 {bf16}"

@@ -11,7 +11,6 @@ weights) unless --model is given.
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -20,7 +19,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from releases import in_words, versions
+from releases import in_words, this_machine, versions
 from spread import spread
 
 from finetune.measure.processes import DEEPSPEED, TORCHRUN, started
@@ -274,7 +273,7 @@ def main() -> None:
         for part in options.parts:
             results[part] = {**results.get(part, {}), **getattr(bench, part)()}
             results["machine"] = {
-                "cpu": f"{platform.machine()}, {os.cpu_count()} cores, bf16 {'native' if options.bf16 else 'emulated'}",
+                "cpu": this_machine(),
                 "gpu": torch.cuda.get_device_name() if options.gpu else None,
                 "ranks": options.ranks,
                 "versions": versions(),

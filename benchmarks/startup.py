@@ -13,7 +13,6 @@ scripts that are compared run interleaved.
 import argparse
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -22,6 +21,8 @@ import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
+
+from releases import this_machine
 
 REPO = Path(__file__).resolve().parents[1]
 OUT = REPO / "docs" / "results"
@@ -120,7 +121,9 @@ def timed_run(command: list[str], env: dict[str, str]) -> dict[str, float]:
 
 
 def of_tree(tree: Path) -> dict[str, str]:
-    return {"PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1"}
+    """With this environment's programs first: two releases of ninja would compile DeepSpeed's op again and again."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {"PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1", "PATH": path}
 
 
 def summary(values: list[float]) -> dict[str, float]:
@@ -217,7 +220,7 @@ def main() -> None:
     os.chdir(REPO)
     path = OUT / "startup.json"
     record = json.loads(path.read_text()) if path.is_file() else {}
-    record["machine"] = f"{platform.machine()}, {os.cpu_count()} cores"
+    record["machine"] = this_machine()
     record["versions"] = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "deepspeed"))
     with tempfile.TemporaryDirectory() as folder:
         if "one" in asked.parts:

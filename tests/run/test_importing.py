@@ -68,6 +68,56 @@ def test_a_recipe_imports_nothing_that_its_first_step_has_no_use_for(started: li
     assert not UNUSED & set(modules)
 
 
+ENDS = """
+import runpy, sys
+try:
+    runpy.run_path("recipes/seq_cls.py", run_name="__main__")
+finally:
+    print("imported", *sorted(sys.modules))
+"""
+MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
+ASKS = f"""
+import json, os, sys
+from finetune.training.runtime import leave_muon_uncompiled
+leave_muon_uncompiled(json.loads(sys.argv[1]))
+print("imported", *sorted(sys.modules), os.environ.get("{EAGER}"))
+"""
+
+
+def imported(*command: str) -> set[str]:
+    env = {name: value for name, value in os.environ.items() if name != EAGER} | {"DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", *command], cwd=REPO, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (words,) = (line.split()[1:] for line in done.stdout.splitlines() if line.startswith("imported "))
+    return set(words)
+
+
+def test_a_whole_run_under_zero_imports_no_compiler(tmp_path: Path) -> None:
+    flags = "--deepspeed zero2 --max_steps 1 --max_train_samples 64 --eval_strategy no --save_strategy no".split()
+    modules = imported(ENDS, *flags, "--output_dir", str(tmp_path / "out"))
+    assert {"deepspeed.runtime.zero.stage_1_and_2", MUON} <= modules
+    assert "torch._inductor.compile_fx" not in modules
+
+
+@pytest.mark.parametrize(
+    ("config", "uncompiled"),
+    [
+        ({"zero_optimization": {"stage": 1}}, True),
+        ({"zero_optimization": {"stage": 1}, "optimizer": {"type": "Muon"}}, False),
+        ({"optimizer": {"type": "AdamW"}}, False),
+    ],
+)
+def test_muon_is_imported_uncompiled_only_for_runs_that_do_not_use_it(
+    config: dict[str, object], uncompiled: bool
+) -> None:
+    modules = imported(ASKS, json.dumps(config))
+    assert (MUON in modules) == uncompiled
+    assert "torch._inductor.compile_fx" not in modules
+    assert "None" in modules, "what is compiled later is compiled"
+
+
 def test_garbage_is_not_looked_for_while_the_stack_is_imported_and_is_again_from_start_on(
     started: list[object],
 ) -> None:

@@ -12,6 +12,7 @@ from transformers import Trainer
 
 from finetune.training.pipeline.stages import Cut, weight_names
 from finetune.training.resuming import keep_off_triton
+from finetune.training.runtime import leave_muon_uncompiled
 from finetune.training.schedules import make_schedule
 
 UNUSED = "unused"  # a weight that fills an empty group of the optimizer
@@ -38,6 +39,7 @@ def build_engine(module: Any, parts: Cut, args: Any, ds_config: dict[str, Any], 
     named, buffers = weight_names(parts, module)
     optimizer, groups = _optimizer(module, named, args)
     scheduler = make_schedule(args, optimizer, max_steps)
+    leave_muon_uncompiled(ds_config)
     with contextlib.redirect_stdout(io.StringIO()):  # BF16_Optimizer prints the memory six times
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, lr_scheduler=scheduler, config=ds_config)
     return Built(engine, optimizer, scheduler, groups, named, buffers)
