@@ -31,7 +31,7 @@ REPO = Path(__file__).resolve().parents[1]
 OUT = REPO / "docs" / "results"
 CONFIG = "recipes/configs/gptlite_tinyshakespeare.yaml"
 PUBLISHED = {"nanoGPT's README": 1.88}
-TURN, TURNS, WARM_TURNS = 20, 30, 3  # steps per round; rounds; warm-up rounds, which are not counted
+TURN, TURNS, WARM_TURNS = 20, 105, 5  # steps per round; rounds; warm-up rounds, which are not counted
 CORPUS_BYTES = 10**9
 CORPORA = {
     "the text as it is": "the text, once",
@@ -71,7 +71,7 @@ def speed(text: str, scratch: Path) -> dict:
 def compiled(text: str, scratch: Path, half: bool) -> dict:
     """As `speed`, with torch.compile for the recipe and the loop, in bf16 or fp32."""
     loops = {"plain loop": {"compiled": True, "half": half}}
-    return turns_of(text, scratch / "compiled", loops, "--bf16", str(half), "--torch_compile", "True")
+    return turns_of(text, scratch / f"compiled_{half}", loops, "--bf16", str(half), "--torch_compile", "True")
 
 
 def turns_of(text: str, folder: Path, loops: dict, *words: str) -> dict:
@@ -116,7 +116,8 @@ def turns(text: str, folder: str, kinds: dict, words: list[str]) -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
     counted = {name: values[WARM_TURNS:] for name, values in found.items()}
     medians = {name: statistics.median(values[WARM_TURNS * TURN :]) * 1e3 for name, values in parts.items()}
-    print(json.dumps({"turns": counted, "parts": medians, "loop parts": loops["plain loop"].medians()}))
+    parts_of_loop = loops["plain loop"].medians()
+    print(json.dumps({"steps": TURN, "turns": counted, "parts": medians, "loop parts": parts_of_loop}))
 
 
 def watch(owner: type, name: str, seconds: list[float]) -> None:
@@ -255,7 +256,7 @@ def render(results: dict) -> str:
         ]
     if found := results.get("speed"):
         rounds = len(found["turns"]["recipe"])
-        lines += ["", f"## Step time: {rounds} rounds of {TURN} steps in one process (fp32, two threads)", ""]
+        lines += ["", f"## Step time: {rounds} rounds of {found['steps']} steps in one process (fp32, two threads)", ""]
         lines += [
             "The recipe and the loops are interleaved. The ratio is the recipe's step time over the run's, per round.",
             "",
@@ -284,7 +285,8 @@ def render(results: dict) -> str:
         if not (found := results.get(part)):
             continue
         rounds = len(found["turns"]["recipe"])
-        lines += ["", f"## Step time with torch.compile, {precision}: {rounds} rounds of {TURN} steps, two threads", ""]
+        title = f"## Step time with torch.compile, {precision}: {rounds} rounds of {found['steps']} steps, two threads"
+        lines += ["", title, ""]
         lines += step_times(found["turns"])
     if "compiled_bf16" in results:
         lines += ["", "The loop attends with SDPA, torch's default; in bf16 on a CPU the recipe does not."]

@@ -75,6 +75,7 @@ training = TrainingArguments(folder, per_device_train_batch_size=16, max_steps=3
                              report_to="none", use_cpu=True, **state)
 Trainer(DistilBertForSequenceClassification(config), training, train_dataset=data, processing_class=tokenizer,
         data_collator=DataCollatorWithPadding(tokenizer)).train()
+print("done: stock", flush=True)
 """
 
 FIRST_STEP = """## Time to the first step
@@ -85,7 +86,9 @@ ON_RANKS = """## Two ranks
 
 Seconds on two ranks, from `deepspeed --num_gpus 2` (ZeRO-2) to the first logged step, and from the last step to the
 prompt. In the latter time, the recipe evaluates, saves, draws plots and writes its model card, and the bare script does
-nothing. CPU seconds include all processes, also the launcher's two, which do not train."""
+nothing. `processes ending`: the part of it after the script's last line, in which the ranks and DeepSpeed's launcher
+end; the launcher looks for ranks that have ended once a second. CPU seconds include all processes, also the launcher's
+two, which do not train."""
 NOT_SHOWN = "What this does not show: start-up of a GPU, a hub,{} or preparing large data for the first time."
 
 WRITE_TEXT = """
@@ -107,17 +110,24 @@ def cost(command: list[str], env: dict[str, str]) -> tuple[float, float, int]:
 
 
 def timed_run(command: list[str], env: dict[str, str]) -> dict[str, float]:
-    """Seconds until the first step is logged, seconds from the last one to the end, and CPU seconds of all."""
+    """Seconds until the first step is logged, from the last one to the end, and of these after the last line of the
+    script, and CPU seconds of all."""
     before, start, steps = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), list[float]()
+    done = 0.0
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1,
                           env={**os.environ, "PYTHONUNBUFFERED": "1", **env}) as run:  # fmt: skip
         assert run.stdout is not None
-        steps += [time.monotonic() - start for line in run.stdout if "'loss'" in line]
+        for line in run.stdout:
+            if "'loss'" in line:
+                steps.append(time.monotonic() - start)
+            elif line.startswith("done: "):
+                done = time.monotonic() - start
     took, used = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     if run.returncode or not steps:
         raise SystemExit(f"{' '.join(command)} logged {len(steps)} steps and ended with {run.returncode}")
     cpu = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
-    return {"first step": steps[0], "last step to prompt": took - steps[-1], "CPU": cpu}
+    end = {"last step to prompt": took - steps[-1], "processes ending": took - done}
+    return {"first step": steps[0], **end, "CPU": cpu}
 
 
 def of_tree(tree: Path) -> dict[str, str]:
@@ -196,9 +206,10 @@ def page(record: dict) -> str:
     lines += ["", FIRST_STEP, "", "| script | seconds |", "|---|---|"]
     lines += [f"| {name} | {shown(values)} |" for name, values in record["first_step"].items()]
     if ranks := record.get("ranks"):
-        columns = ("first step", "last step to prompt", "CPU")
-        lines += ["", ON_RANKS, "", f"Load average at the start: {ranks['load']:.1f}; {ranks['repeats']} rounds.", ""]
-        lines += [f"| script | {' | '.join(columns)} |", "|---|---|---|---|"]
+        columns = ("first step", "last step to prompt", "processes ending", "CPU")
+        told = f"{ranks['machine']}; load average at the start {ranks['load']:.1f}; {ranks['repeats']} rounds."
+        lines += ["", ON_RANKS, "", told, ""]
+        lines += [f"| script | {' | '.join(columns)} |", "|---|---|---|---|---|"]
         for name, values in ranks["found"].items():
             lines.append(f"| {name} | {' | '.join(shown(values[what]) for what in columns)} |")
     lines += ["", NOT_SHOWN.format("" if ranks else " several ranks,"), ""]
@@ -220,17 +231,22 @@ def main() -> None:
     os.chdir(REPO)
     path = OUT / "startup.json"
     record = json.loads(path.read_text()) if path.is_file() else {}
-    record["machine"] = this_machine()
     record["versions"] = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "deepspeed"))
     with tempfile.TemporaryDirectory() as folder:
         if "one" in asked.parts:
-            record |= {"repeats": asked.repeats, "trees": list(trees), "answers": answers(trees, asked.repeats)}
+            record |= {
+                "machine": this_machine(),
+                "repeats": asked.repeats,
+                "trees": list(trees),
+                "answers": answers(trees, asked.repeats),
+            }
             found = first_steps(back, asked.repeats, Path(folder))
             record["first_step"] = {name: values["first step"] for name, values in found.items()}
         if "ranks" in asked.parts:
             load = os.getloadavg()[0]
             found = first_steps(back, asked.repeats, Path(folder), ranks=2)
-            record["ranks"] = {"load": load, "repeats": asked.repeats, "found": found}
+            ranks = {"machine": this_machine(), "load": load, "repeats": asked.repeats, "found": found}
+            record["ranks"] = ranks
     path.write_text(json.dumps(record, indent=1) + "\n")
     (OUT / "startup.md").write_text(page(record))
     print(page(record))

@@ -39,14 +39,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _path(words: str) -> str:
-    """A path, with the home folder for ~. Raises RequestError for one that cannot be, or that may not be looked at."""
+    """A path, with the home folder for ~. argparse names the flag of one that cannot be, or may not be looked at."""
     path = os.path.expanduser(words)
     try:
         Path(path).expanduser().lstat()
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: ~ of nobody
-        raise RequestError(f"{words}: cannot be read ({getattr(error, 'strerror', None) or error}).") from error
+        why = getattr(error, "strerror", None) or error
+        raise argparse.ArgumentTypeError(f"{words} is not a usable path ({why}). Give another one.") from error
     return path
 
 
@@ -93,8 +94,8 @@ def parser() -> argparse.ArgumentParser:
 
 def _check_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("files", nargs="*", metavar="FILE", help="a path, or a shipped name such as zero2")
-    add("--config", metavar="YAML", help="a recipe's YAML with the run's flags; it may name the FILE")
+    add("files", nargs="*", type=_path, metavar="FILE", help="a path, or a shipped name such as zero2")
+    add("--config", type=_path, metavar="YAML", help="a recipe's YAML with the run's flags; it may name the FILE")
     add("--world_size", type=int, help="ranks of the run (default: any number)")
     add("--ranks_per_node", type=int, help="ranks on one machine (default: all)")
     add("--pipeline_parallel_size", type=int, help="stages of a pipeline run (default: the Trainer runs it)")
@@ -104,7 +105,7 @@ def _check_options(command: argparse.ArgumentParser) -> None:
     device.add_argument("--gpu", action="store_true", help="the run is on GPUs")
     device.add_argument("--gpu_name", metavar="NAME", help="the run is on this type of GPU, such as V100 or A100")
     device.add_argument("--cpu", action="store_true", help="the run has no GPU (default: unknown)")
-    add("--model", metavar="FOLDER", help="a Hugging Face model folder, for the rules that need its sizes")
+    add("--model", type=_path, metavar="FOLDER", help="a Hugging Face model folder, for the rules that need its sizes")
     engines = ("recipe", "trainer", "accelerate", "deepspeed")
     add("--engine", choices=engines, default="recipe", help="who reads the config: one of our recipes (default), "
         "another script's Trainer, a custom loop with accelerate, or deepspeed.initialize alone")  # fmt: skip
@@ -118,9 +119,9 @@ def _doctor_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--deep", action="store_true", help="really run: two processes, ZeRO 0-3, offload, a pipeline; a few minutes")
     add("--json", action="store_true", help="for a bug report")
-    add("--output_dir", default="runs", metavar="FOLDER", help="where runs will be written (default runs)")
-    add("--nvme_path", metavar="FOLDER", help="a folder for NVMe offload; its disk is timed")
-    add("--hostfile", metavar="FILE", help="the hosts of a run; each must resolve and answer")
+    add("--output_dir", type=_path, default="runs", metavar="FOLDER", help="where runs will be written (default runs)")
+    add("--nvme_path", type=_path, metavar="FOLDER", help="a folder for NVMe offload; its disk is timed")
+    add("--hostfile", type=_path, metavar="FILE", help="the hosts of a run; each must resolve and answer")
     add("--master_addr", metavar="HOST", help="where the ranks meet, if on another host; it must be reachable")
     add("--master_port", type=int, default=29500, metavar="PORT", help="where the ranks meet (default 29500)")
 
@@ -131,7 +132,7 @@ def _launch_options(command: argparse.ArgumentParser) -> None:
         help="default: deepspeed, or torchrun for several hosts without a --hostfile")  # fmt: skip
     add("--nodes", type=int, metavar="N", help="hosts (default 1)")
     add("--gpus_per_node", type=int, metavar="N", help="ranks on each (default: this machine's GPUs, or 2)")
-    add("--hostfile", metavar="FILE", help="hosts and their slots, as deepspeed reads them; replaces those two")
+    add("--hostfile", type=_path, metavar="FILE", help="hosts and their slots, in deepspeed's form; replaces these two")
     add("--include", default="", metavar="HOST[:GPU,...]@...", help="only these from the hostfile")
     add("--exclude", default="", metavar="HOST[:GPU,...]@...", help="all but these from the hostfile")
     add("--no_ssh", action="store_true", help="start deepspeed on each host separately")
@@ -228,22 +229,22 @@ def _bench_options(command: argparse.ArgumentParser) -> None:
 def _checkpoint_options(command: argparse.ArgumentParser) -> None:
     kinds = command.add_subparsers(dest="kind", metavar="{ls,verify}", required=True)
     ls = kinds.add_parser("ls", help="list the checkpoints of a run folder, newest first")
-    ls.add_argument("folder", metavar="RUN_FOLDER", help="the --output_dir of a recipe")
+    ls.add_argument("folder", type=_path, metavar="RUN_FOLDER", help="the --output_dir of a recipe")
     ls.add_argument("--verify", action="store_true", help="read every byte (default: only names and sizes)")
     ls.add_argument("--json", action="store_true", help="for another program")
     verify = kinds.add_parser("verify", help="read every byte; exit status 1 if anything differs from what was saved")
-    verify.add_argument("folder", metavar="FOLDER_OR_CHECKPOINT", help="a run folder, or one checkpoint in it")
+    verify.add_argument("folder", type=_path, metavar="FOLDER_OR_CHECKPOINT", help="a run folder or a checkpoint in it")
     verify.add_argument("--json", action="store_true", help="for another program")
 
 
 def _export_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("checkpoint", metavar="CHECKPOINT", help="such as runs/seq_cls/checkpoint-100, or the folder of a finished run")
-    add("out", metavar="OUT", help="a new or empty folder")
+    add("checkpoint", type=_path, metavar="CHECKPOINT", help="such as runs/x/checkpoint-100, or a finished run folder")
+    add("out", type=_path, metavar="OUT", help="a new or empty folder")
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help="default: fp32")
     add("--max_shard_size", default="5GB", metavar="SIZE", help="largest file, such as 500MB (default 5GB)")
     add("--merge_adapter", action="store_true", help="LoRA: write the base model with the adapter in its weights")
-    add("--base_model", metavar="FOLDER", help="the base model for --merge_adapter (default: as the adapter says)")
+    add("--base_model", type=_path, metavar="FOLDER", help="the base model for --merge_adapter (default: its own)")
 
 
 if __name__ == "__main__":

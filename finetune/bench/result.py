@@ -103,14 +103,14 @@ def read_results(place: Path) -> tuple[list[Row], int]:
     return rows, torn
 
 
-KINDS = {"str": str, "int": int, "float": int | float, "list": list, "dict": dict, "None": type(None)}
+TYPES = {"str": str, "int": int, "float": int | float, "list": list, "dict": dict, "None": type(None)}
 
 
 def checked(row: Row) -> Row:
-    """`row`, unchanged. Raises ValueError if a value is not of its kind, or if it is done but lacks measurements."""
+    """`row`, unchanged. Raises ValueError if a value is not of its type, or if it is done but lacks measurements."""
     for one in fields(row):
-        kinds = [KINDS[kind.partition("[")[0]] for kind in str(one.type).split(" | ")]
-        if not any(isinstance(getattr(row, one.name), kind) for kind in kinds):
+        types = [TYPES[word.partition("[")[0]] for word in str(one.type).split(" | ")]
+        if not any(isinstance(getattr(row, one.name), kind) for kind in types):
             raise ValueError(f"{one.name} is {getattr(row, one.name)!r}")
     if not row.is_done:
         return row

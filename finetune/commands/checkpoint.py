@@ -38,7 +38,7 @@ class Seen:
 
 def run(asked: argparse.Namespace) -> int:
     """The exit status: for `verify`, 1 if a checkpoint is not verified to be complete; else 0."""
-    folder = Path(asked.folder).expanduser()
+    folder = Path(asked.folder)
     if not folder.is_dir():
         what = "is a file" if folder.is_file() else "there is no such folder"
         raise RequestError(f"{folder}: {what}. Give the --output_dir of a run, or a checkpoint in it.")

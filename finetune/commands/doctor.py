@@ -19,9 +19,9 @@ def run(asked: argparse.Namespace) -> int:
     """The exit status: 0 if everything that the defaults need works, else 1."""
     check_port(asked.master_port)
     machine = Asked(
-        output_dir=Path(asked.output_dir).expanduser(),
-        nvme_path=Path(asked.nvme_path).expanduser() if asked.nvme_path else None,
-        hostfile=Path(asked.hostfile).expanduser() if asked.hostfile else None,
+        output_dir=Path(asked.output_dir),
+        nvme_path=Path(asked.nvme_path) if asked.nvme_path else None,
+        hostfile=Path(asked.hostfile) if asked.hostfile else None,
         port=asked.master_port,
         master_addr=asked.master_addr,
     )

@@ -104,15 +104,19 @@ def clean_rows(
             "--query_prompt is put before it."
         )
     read = {split: _texts_of(table, found, said_split(arguments, split)) for split, table in raw.items()}
-    if "test" in read and len(read) > 1 and all(is_empty(judged) for _, judged, _ in read["test"]):
-        del read["test"]  # as GLUE's, whose labels are hidden
+    notes = []
+    if found.judged and "test" in read and len(read) > 1 and not getattr(arguments, "test_file", None):
+        values = raw["test"][found.judged][:]
+        if values and all(is_empty(value) or value == HIDDEN_LABEL for value in values):  # as in GLUE
+            notes.append(f"the test split is left out, because its column {found.judged!r} is hidden")
+            del read["test"]
     widths = {split: _width(rows) if found.kind == PAIRS else len(found.texts) for split, rows in read.items()}
     names, cleaned, skipped = _label_names(found, read, said_split(arguments, first)), {}, {}
     for split, rows in read.items():
         cleaned[split], skipped[split] = _table(
             rows, widths[split], names, cut.skip_bad_rows, said_split(arguments, split)
         )
-    notes = [_cut_negatives(read[first], widths[first])] if found.kind == PAIRS else []
+    notes += [_cut_negatives(read[first], widths[first])] if found.kind == PAIRS else []
     cleaned, note = settle_splits(
         cleaned, cut, seed, lambda train: _held_out(train, found, len(names), cut.validation_fraction, seed)
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch.utils.data import ConcatDataset
 
 from finetune.data.numbered import Numbered
@@ -25,6 +26,16 @@ class Joined(ConcatDataset[Any]):
         self.parts, self.names = tuple(parts), names
         self.weights = [weight / sum(weights) for weight in weights] if weights else None
         self.sizes = [len(part) for part in parts]
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, torch.Tensor]]:
+        """A batch; the rows of each part are read together."""
+        found, bounds = dict[int, dict[str, torch.Tensor]](), [0, *self.cumulative_sizes]
+        of_part: npt.NDArray[np.int64] = np.searchsorted(bounds, indices, side="right") - 1
+        for part in np.unique(of_part).tolist():
+            own = [index for index, other in zip(indices, of_part, strict=True) if other == part]
+            rows = self.parts[part].__getitems__([index - bounds[part] for index in own])
+            found |= zip(own, rows, strict=True)
+        return [found[index] for index in indices]
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:

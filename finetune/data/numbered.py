@@ -12,7 +12,7 @@ NUMBER = "number"
 
 
 class Numbered(Dataset[dict[str, Any]]):
-    """Wraps a map-style data set; each row also has its NUMBER. Order and weights stay the same."""
+    """Wraps a data set that reads whole batches, too; each row also has its NUMBER. Order and weights stay the same."""
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
@@ -23,6 +23,10 @@ class Numbered(Dataset[dict[str, Any]]):
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         return {**self.rows[number], NUMBER: number}
+
+    def __getitems__(self, numbers: list[int]) -> list[dict[str, Any]]:
+        rows = self.rows.__getitems__(numbers)
+        return [{**row, NUMBER: number} for row, number in zip(rows, numbers, strict=True)]
 
 
 class NumberedCollator:

@@ -197,15 +197,12 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         starts, sizes = blocks.starts[first], blocks.sizes[first]
         is_wrapped = np.all(last == first + 1) and np.all(blocks.goes_on[first]) and np.all(sizes == sizes[0])
         if not is_wrapped or tokens.learnt is not None or self.document_mask:
-            return [self._of_pieces(index) for index in indices]
+            return [self[index] for index in indices]
         runs = torch.from_numpy(tokens.ids[starts[:, None] + np.arange(sizes[0] + 1)].astype(np.int64))
         pairs = zip(runs[:, :-1].unbind(), runs[:, 1:].unbind(), strict=True)
         return [{"input_ids": ids, "shift_labels": labels} for ids, labels in pairs]
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self.__getitems__([index])[0]
-
-    def _of_pieces(self, index: int) -> dict[str, torch.Tensor]:
         tokens, blocks = self.tokens, self.blocks
         first, last = int(blocks.offsets[index]), int(blocks.offsets[index + 1])
         inputs, labels, positions = [], [], []

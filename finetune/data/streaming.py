@@ -94,9 +94,10 @@ def survey(
         if _is_bad(row, columns, names):
             bad += 1
             if not preparation.skip_bad_rows:
+                fix = "Leave" if arguments.dataset_name else "Fix it, or leave"
                 raise RequestError(
-                    f"data row {number + 1} of the stream has empty text or label. Fix it, or leave such rows out with "
-                    "--skip_bad_rows True."
+                    f"data row {number + 1} of the stream has an empty text, or an empty or hidden label. {fix} such "
+                    "rows out with --skip_bad_rows True."
                 )
             continue
         where = f"data row {number + 1} of the stream"
@@ -185,10 +186,9 @@ class TextStream(TorchIterableDataset):
         self.stream.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        left = len(self)
-        while left > 0:
-            yield from islice(self._rows(), left)
-            left -= self.found.rows
+        for _ in range(len(self) // self.found.rows):  # whole passes, which look at the files at their ends, too
+            yield from self._rows()
+        yield from islice(self._rows(), len(self) % self.found.rows)
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         columns, names = self.found.columns, class_names_of(self.stream, self.found.columns)

@@ -25,7 +25,7 @@ from finetune.measure.outcome import DONE
 from finetune.measure.processes import TORCHRUN, run, started
 from finetune.measure.start import attempt
 from finetune.plan.job import Job
-from finetune.plan.machine import Machine, find_machine, read_machine, write_machine
+from finetune.plan.machine import Machine, find_machine, read_machine, shipped_machine, write_machine
 from finetune.plan.model import model_of
 from finetune.plan.named import find_model_config
 from finetune.plan.search import laid_out, shipped
@@ -230,9 +230,9 @@ def _base() -> Machine:
 def known_gpu(name: str) -> Machine:
     """The profile of the GPU that the driver calls `name`; for one without a profile, an assumed one, marked so."""
     try:
-        return replace(find_machine(name), name=name)
+        return replace(shipped_machine(name), name=name)
     except RequestError:
-        machine = find_machine(UNKNOWN_GPU)
+        machine = shipped_machine(UNKNOWN_GPU)
         return replace(machine, name=name, sources=dict.fromkeys(machine.sources, f"assumed: as {UNKNOWN_GPU}"))
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from finetune.errors import RequestError
 from finetune.plan.job import PIPELINE, TRAINER, Job
-from finetune.plan.machine import Machine, write_json
+from finetune.plan.machine import Machine, write_json_or_refuse
 from finetune.plan.plan import Plan, fullness, plan
 from finetune.plan.search import MOST_RANKS, NOT_EVERYWHERE, Candidate, Found, Limits, bases, laid_out, search, shipped
-from finetune.plan.seconds import plan_seconds, shared
+from finetune.plan.seconds import plan_seconds, share_of
 from finetune.run.flags.groups import GROUPS
 
 ABOVE = 2  # sizes to try above the boundary found: a model with more parameters can need less memory
@@ -118,7 +118,7 @@ def smallest_cluster(job: Job, machine: Machine, limits: Limits, steps: int | No
 
     def most(ranks: int) -> float:
         """Samples per second at peak speed: no plan is faster."""
-        return ranks * max(shared(machine, min(ranks, per_node)).peak_flops.values()) / each
+        return ranks * max(share_of(machine, min(ranks, per_node)).peak_flops.values()) / each
 
     divisors = (n for n in range(1, min(batch, MOST_RANKS) + 1) if batch % n == 0)
     counts = (n * job.sequence_parallel_size for n in divisors)
@@ -231,7 +231,7 @@ def write_config(path: Path, found: Found | None, has_disk: bool = False) -> str
             return f"nothing written: {alone}"
         alone += f" ({fastest.samples_per_second / best.samples_per_second:.2f}x as fast)\n"
     assert best is not None
-    write_json(path, shipped(best.layout))
+    write_json_or_refuse(path, shipped(best.layout))
     flags = flags_of(best.plan.job, has_disk=has_disk, shared=shared)
     recipe = "recipes/causal_lm_pipeline.py" if best.plan.job.engine == PIPELINE else "RECIPE"
     return f"{alone}wrote {path} ({best.words}); run {recipe} --deepspeed {path} {flags}"

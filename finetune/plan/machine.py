@@ -191,10 +191,10 @@ def read_machine(path: Path) -> Machine:
 
 def write_machine(machine: Machine, path: Path) -> None:
     """In the form that `read_machine` reads. Raises RequestError if the file cannot be written."""
-    write_json(path, dataclasses.asdict(machine))
+    write_json_or_refuse(path, dataclasses.asdict(machine))
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json_or_refuse(path: Path, content: dict[str, Any]) -> None:
     """Raises RequestError if the file cannot be written."""
     try:
         path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -83,7 +83,7 @@ class StepSeconds:
 
 
 @lru_cache(maxsize=16)
-def shared(machine: Machine, ranks: int) -> Machine:
+def share_of(machine: Machine, ranks: int) -> Machine:
     """A CPU's profile, measured with `ranks_per_node` ranks, as seen by each of `ranks`. Launches take one thread."""
     times = machine.ranks_per_node / ranks if ranks else 1.0
     if times == 1 or machine.device != "cpu":
@@ -97,7 +97,7 @@ def shared(machine: Machine, ranks: int) -> Machine:
 
 def plan_seconds(job: Job, machine: Machine) -> StepSeconds:
     """For a step after warm-up."""
-    machine = shared(machine, min(job.world_size, job.ranks_per_node) if job.device == "cpu" else 0)
+    machine = share_of(machine, min(job.world_size, job.ranks_per_node) if job.device == "cpu" else 0)
     if job.engine == PIPELINE:
         return _pipeline(job, machine)
     segments = _segments(job, machine)

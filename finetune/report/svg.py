@@ -5,9 +5,10 @@ from __future__ import annotations
 from html import escape
 
 from finetune.errors import plain
-from finetune.report.shapes import DASH, DAY, NIGHT, RING, SPACE, Box, Dot, Line, Picture, Shape, variables
+from finetune.report.shapes import DASH, DAY, NIGHT, RING, SMALL, SPACE, Box, Dot, Line, Picture, Shape, variables
 
-LOOK = "text{white-space:pre;font-size:11px;fill:var(--ink)}polyline{fill:none;stroke-width:1px;stroke:var(--grid)}"
+LETTERS = f"white-space:pre;font-size:{SMALL:g}px;fill:var(--ink)"
+LOOK = f"text{{{LETTERS}}}polyline{{fill:none;stroke-width:1px;stroke:var(--grid)}}"
 
 
 def svg(picture: Picture, kind: str, name: str) -> str:
@@ -55,7 +56,7 @@ def _shape(shape: Shape) -> str:
         return f'<circle {place} style="{look}"{_titled("circle", shape.title)}'
     anchor = f' text-anchor="{shape.anchor}"' if shape.anchor != "start" else ""
     look = f"fill:{colour}" if shape.colour != "ink" else ""
-    look += f";font-size:{shape.size:g}px" * (shape.size != 11) + ";font-weight:700" * shape.bold
+    look += f";font-size:{shape.size:g}px" * (shape.size != SMALL) + ";font-weight:700" * shape.bold
     return f'<text x="{shape.x:.1f}" y="{shape.y:.1f}"{anchor}{_style(look)}>{escaped(shape.text)}</text>'
 
 

@@ -17,6 +17,9 @@ SETTLING_STEPS = 10  # after each trim, in which a process takes again what it n
 MOST_GROWTH = 1.5  # where lengths vary, the heap's free pieces are often too small for the next tensor
 
 
+_keeping = set[bool]()  # not empty while freed memory is kept
+
+
 def keep_freed_memory() -> ctypes.CDLL | None:
     """Make glibc's malloc keep the memory of freed tensors for the next step, and return glibc, or None if this is not
     glibc or the environment configures its malloc.
@@ -29,13 +32,16 @@ def keep_freed_memory() -> ctypes.CDLL | None:
     # Older releases take at most 32 MiB. Without a threshold of ours, theirs would no longer grow.
     if libc is not None and any(libc.mallopt(M_MMAP_THRESHOLD, size) for size in KEPT_BYTES):
         libc.mallopt(M_TRIM_THRESHOLD, NEVER)
+        _keeping.add(True)
     return libc
 
 
 def stop_keeping_freed_memory() -> None:
-    """Return freed memory to the system, now and from now on, as glibc does by itself. For a process that lives on."""
+    """If this process keeps freed memory, return it to the system, now and from now on, with the largest thresholds
+    that glibc chooses by itself; its own would no longer grow. For a process that lives on."""
     libc = _glibc()
-    if libc is not None:
+    if libc is not None and _keeping:
+        _keeping.clear()
         libc.mallopt(M_MMAP_THRESHOLD, OWN_MOST)
         libc.mallopt(M_TRIM_THRESHOLD, 2 * OWN_MOST)
         libc.malloc_trim(0)

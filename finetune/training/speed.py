@@ -18,7 +18,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from finetune.data.columns import IGNORED, WIDTHS
 from finetune.data.packing import REAL_TOKENS
 from finetune.errors import RequestError
-from finetune.plan.machine import find_machine
+from finetune.plan.machine import shipped_machine
 
 # 2 forward and 4 backward for each parameter that multiplies a token; attention's own products are left out
 # (Kaplan et al., arXiv 2001.08361, section 2.1).
@@ -32,7 +32,7 @@ def peak_flops() -> float | None:
     if not torch.cuda.is_available():
         return None
     with suppress(RequestError):
-        return find_machine(torch.cuda.get_device_name()).peak_flops.get("fp16")
+        return shipped_machine(torch.cuda.get_device_name()).peak_flops.get("fp16")
     return None
 
 

@@ -171,7 +171,7 @@ def test_a_flag_takes_several_values_as_in_a_recipe(capsys: pytest.CaptureFixtur
         (["gpt2", "--autotune", "2", "--no_search"], "--autotune needs the search"),
         (["gpt2", "--write", "/nonexistent/ds.json"], "there is no folder /nonexistent"),
         (["gpt2", "--write", "/proc/ds.json"], "/proc/ds.json: cannot be written"),
-        (["gpt2", "--write", "a" * 300], "a: cannot be read .File name too long"),
+        (["gpt2", "--write", "a" * 300], "a is not a usable path .File name too long"),
         (["gpt2", "--gpu", "~nobody-of-that-name/gpu.json"], "home directory"),
         (["gpt2", "--verify", "--json"], "--json does not apply to it"),
         (["gpt2", "--json", "--html", "page.html"], "--json cannot be combined with --html"),

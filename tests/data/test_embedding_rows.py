@@ -130,6 +130,16 @@ def test_hidden_labels_are_no_class_and_such_a_test_set_is_left_out() -> None:
     found = clean_rows(tables, asked, cut, seed=0)
     assert found.labels.names == ("0", "1")
     assert found.skipped == {"train": 0, "validation": 1}
+    assert found.notes[0] == "the test split is left out, because its column 'label' is hidden"
+
+
+@pytest.mark.parametrize("scores", [[None, None], []], ids=["empty", "no row"])
+def test_a_test_file_without_a_score_is_refused(scores: list[Any]) -> None:
+    rows = {"sentence1": ["a", "b", "c", "d"], "sentence2": ["e", "f", "g", "h"], "score": [1.0, 2.0, 3.0, 4.0]}
+    test = {name: values[: len(scores)] for name, values in rows.items()} | {"score": scores}
+    tables = {"train": Dataset.from_dict(rows), "validation": Dataset.from_dict(rows), "test": Dataset.from_dict(test)}
+    with pytest.raises(RequestError, match=r"--test_file test\.csv"):
+        clean_rows(tables, EmbeddingDataArguments(test_file="test.csv"), PreparationArguments(), seed=0)
 
 
 def test_one_label_alone_is_refused() -> None:

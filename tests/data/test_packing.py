@@ -11,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from finetune.data.mixture import Joined
+from finetune.data.numbered import Numbered
 from finetune.data.packing import (
     IGNORED,
     Blocks,
@@ -137,18 +139,33 @@ def test_a_batch_is_its_rows(document_mask: bool, some: list[bool] | None) -> No
             got = rows.__getitems__(numbers)
             assert len(got) == len(numbers)
             for row, number in zip(got, numbers, strict=True):
-                wanted = rows._of_pieces(number)
+                wanted = rows[number]
                 assert {name: value.tolist() for name, value in row.items()} == {
                     name: value.tolist() for name, value in wanted.items()
                 }
 
 
+def test_a_batch_of_several_files_is_its_rows_and_each_file_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = []
+    for first in (0, 100):
+        tokens = corpus([30])
+        tokens = Tokens(tokens.ids + first, tokens.starts, None)
+        parts.append(PackedDataset(tokens, wrapped(tokens.starts, 8, True)[0], False))
+    rows, order = Numbered(Joined(parts)), [5, 0, 2, 4, 0]
+    wanted = [{name: torch.as_tensor(value).tolist() for name, value in rows[number].items()} for number in order]
+    read, asked = PackedDataset.__getitems__, list[list[int]]()
+    monkeypatch.setattr(PackedDataset, "__getitems__", lambda part, some: asked.append(some) or read(part, some))
+    got = [{name: torch.as_tensor(value).tolist() for name, value in row.items()} for row in rows.__getitems__(order)]
+    assert got == wanted
+    assert asked == [[0, 2, 0], [1, 0]]
+    assert wanted[0]["input_ids"][0] == 108
+
+
 def test_wrapped_rows_of_one_length_take_a_single_read(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = corpus([30])
     rows, asked = PackedDataset(tokens, wrapped(tokens.starts, 8, True)[0], False), list[int]()
-    monkeypatch.setattr(rows, "_of_pieces", lambda index: asked.append(index))
-    rows.__getitems__([0, 2, 1])
-    assert rows[1]["input_ids"].tolist() == list(range(8, 16))
+    monkeypatch.setattr(PackedDataset, "__getitem__", lambda _, index: asked.append(index))
+    assert [row["input_ids"].tolist() for row in rows.__getitems__([2, 1])] == [[*range(16, 24)], [*range(8, 16)]]
     assert asked == []
     rows.__getitems__([2, 3])
     assert asked == [2, 3], "the last block is shorter"

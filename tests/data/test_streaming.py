@@ -52,7 +52,7 @@ def test_a_stream_is_cleaned_of_html_line_breaks_as_a_table_is(tmp_path: Path) -
     rows = [{"text": f"row<br />{i}" if i % 7 else "<br>", "label": str(i % 3)} for i in range(ROWS)]
     data = arguments(tmp_path, rows)
     data.clean_line_breaks = True
-    with pytest.raises(RequestError, match="data row 1 of the stream has empty text"):
+    with pytest.raises(RequestError, match="data row 1 of the stream has an empty text"):
         surveyed(data)
     found = surveyed(data, skip_bad_rows=True)
     good = sorted(f"row\n{i}" for i in range(ROWS) if i % 7)
@@ -118,10 +118,25 @@ def test_the_last_global_batch_of_a_stream_is_filled_up_from_its_first_rows(
     assert len(set(found[:ROWS])) == ROWS
 
 
+@pytest.mark.parametrize("batch", [5, 8], ids=["whole batches", "a batch to fill"])
+def test_a_stream_whose_file_changes_at_its_end_is_not_finished_silently(batch: int, tmp_path: Path) -> None:
+    rows = [{"text": f"row {i:02}", "label": "ab"[i % 2]} for i in range(20)]
+    data = arguments(tmp_path, rows)
+    stream = TextStream(data, surveyed(data, has_validation=True), seed=3)
+    stream.global_batch_size = batch
+    read = iter(stream)
+    for _ in rows:
+        next(read)
+    path = Path(str(data.train_file))
+    path.write_text(path.read_text().replace("row", "ROW"))
+    with pytest.raises(RunError, match="has changed since the run began"):
+        list(read)
+
+
 def test_bad_rows_are_named_or_left_out(tmp_path: Path) -> None:
     rows = [{"text": f"row {i}" if i != 41 else " ", "label": "ab"[i % 2] if i != 50 else None} for i in range(100)]
     data = arguments(tmp_path, rows)
-    with pytest.raises(RequestError, match="data row 42 of the stream has empty text or label"):
+    with pytest.raises(RequestError, match="data row 42 of the stream has an empty text, or an empty or hidden label"):
         surveyed(data)
     found = surveyed(data, skip_bad_rows=True)
     assert (found.skipped, found.rows + found.held_out) == (2, 98)
@@ -147,7 +162,7 @@ def test_a_hidden_label_of_a_stream_is_none_and_not_the_last_class(tmp_path: Pat
     rows = {"text": [f"row {i}" for i in range(100)], "label": labels}
     Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "train.parquet")
     data = DataArguments(dataset_name=str(tmp_path), streaming=True)
-    with pytest.raises(RequestError, match="data row 1 of the stream has empty text or label"):
+    with pytest.raises(RequestError, match="data row 1 of the stream has an empty text, or an empty or hidden label"):
         surveyed(data)
     found = surveyed(data, skip_bad_rows=True)
     assert (found.skipped, found.rows + found.held_out) == (20, 80)

@@ -13,7 +13,7 @@ from finetune.plan.job import DEEPSPEED, PIPELINE, Job, tape_of
 from finetune.plan.kernels import HALF_SPEED_KEYS, KERNEL_SECONDS, SUSTAINED, Kernels, kernels_of
 from finetune.plan.machine import Link, Machine, Nvme, find_machine
 from finetune.plan.model import Model, model_of
-from finetune.plan.seconds import plan_seconds, shared
+from finetune.plan.seconds import plan_seconds, share_of
 from finetune.plan.traffic import Flow, Traffic, traffic_of
 from finetune.plan.values import Gemm, Op, Storage, Value
 from finetune.plan.zero import Zero
@@ -208,13 +208,13 @@ def test_a_step_factor_stretches_every_part_alike() -> None:
 
 def test_ranks_of_a_cpu_share_what_was_measured_of_it_and_a_gpu_is_ones_own() -> None:
     cpu = replace(find_machine("cpu"), name="shared", ranks_per_node=2)
-    four = shared(cpu, 4)
+    four = share_of(cpu, 4)
     assert four.memory_bandwidth == cpu.memory_bandwidth / 2
     assert four.peak_flops["fp32"] == cpu.peak_flops["fp32"] / 2
-    assert shared(cpu, 1).memory_bandwidth == 2 * cpu.memory_bandwidth
+    assert share_of(cpu, 1).memory_bandwidth == 2 * cpu.memory_bandwidth
     assert four.launch_seconds == cpu.launch_seconds
-    assert shared(cpu, 2) is shared(cpu, 0) is cpu
-    assert shared(find_machine("H100"), 3) == find_machine("H100")
+    assert share_of(cpu, 2) is share_of(cpu, 0) is cpu
+    assert share_of(find_machine("H100"), 3) == find_machine("H100")
 
 
 def attention(machine: Machine, keys: int, name: str = "attention", moved: int = 1) -> tuple[float, float, int]:

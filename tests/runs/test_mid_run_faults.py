@@ -63,6 +63,14 @@ def test_a_step_that_is_not_finite_is_explained_and_changes_nothing(skipped: Fin
     assert (skipped.folder / "_nan/step-3/rank-0.safetensors").is_file()
 
 
+def test_the_documented_command_runs_the_kept_batch_again(skipped: Finished) -> None:
+    command = [tool("python"), "-m", "finetune.training.guards.replay"]
+    command += [str(skipped.folder / "_nan/step-3"), str(skipped.folder / "checkpoint-2")]
+    status, output = run_to_its_end([*command, "--model_class", "AutoModelForSequenceClassification"])
+    assert status == 0, output[-3000:]
+    assert re.search(r"rank-0\n  micro-batch 1: loss \d+\.\d+; all is finite", output), "the fault was a hook's"
+
+
 def test_a_step_of_pairs_is_explained_and_its_batch_kept(tmp_path: Path) -> None:
     """The gradients of a batch of pairs are computed ahead of its backward pass, from all micro-batches of a step."""
     from safetensors.numpy import load_file
@@ -176,16 +184,20 @@ def test_no_more_memory_is_told_with_the_plan_and_the_cheapest_changes(tmp_path:
     assert resource.getrlimit(resource.RLIMIT_AS)[0] != most
 
 
-def test_a_mapped_file_that_is_cut_off_in_mid_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recipe", [LANGUAGE, PIPELINE])
+def test_a_mapped_file_that_is_cut_off_in_mid_run_is_named(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     fault = {"kind": "cut", "rank": 0, "batch": 5, "file": "train-0/tokens.bin"}
     values = {**SMALL_LANGUAGE, "save_strategy": "steps", "save_steps": 2}
-    run = faulty("python", tmp_path / "run", values, fault, LANGUAGE, status=1)
+    values |= {"pipeline_parallel_size": 1, "schedule_step": 0} if recipe == PIPELINE else {}
+    run = faulty("python", tmp_path / "run", values, fault, recipe, status=1)
     (said,) = run.errors
     assert "tokens.bin has changed since the run began to read it" in said
     (cut,) = (file for file in (tmp_path / "cache").rglob("train-0/tokens.bin") if file.stat().st_size == 4096)
     shutil.rmtree(cut.parent.parent)  # as the message says: it is made anew
-    resumed = launch("python", run.folder, {**values, "resume": "auto"}, recipe=LANGUAGE)
+    resumed = launch("python", run.folder, {**values, "resume": "auto"}, recipe=recipe)
     assert [row["step"] for row in resumed.steps] == list(range(1, 13))
 
 

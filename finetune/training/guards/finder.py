@@ -20,7 +20,8 @@ class Found:
 
 
 class FoundLoss(Found):
-    """A loss, which may be over the rows of other micro-batches, too, and not finite by these."""
+    """A loss that is not finite. Rows of other micro-batches may be the cause, so what is found in a module comes
+    first."""
 
 
 class Finder:

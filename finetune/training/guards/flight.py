@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from finetune.errors import listed
+
 PROBE_SECONDS = 1.0  # for a CUDA call that takes microseconds, unless another one blocks the device
 GROUPS_AT_MOST = 3  # heartbeats must stay small: Movement takes more than 4 KiB a rank on rank 0 for work
 NAME_LETTERS = 16  # hashed names of groups have 40
@@ -141,6 +143,4 @@ def _say(by_rank: Mapping[int, Joined], name_of: Callable[[int], str]) -> str:
 
 
 def _names(ranks: list[int], name_of: Callable[[int], str]) -> str:
-    names = ", ".join(name_of(rank) for rank in ranks[:RANKS_NAMED])
-    more = f" and {len(ranks) - RANKS_NAMED} more" * (len(ranks) > RANKS_NAMED)
-    return f"{names}{more} {'has' if len(ranks) == 1 else 'have'}"
+    return f"{listed([*map(name_of, ranks)], RANKS_NAMED)} {'has' if len(ranks) == 1 else 'have'}"
