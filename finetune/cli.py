@@ -46,8 +46,8 @@ def _path(words: str) -> str:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: ~ of nobody
-        why = getattr(error, "strerror", None) or error
-        raise argparse.ArgumentTypeError(f"{words} is not a usable path ({why}). Give another one.") from error
+        why = str(getattr(error, "strerror", None) or error).removesuffix(".")
+        raise argparse.ArgumentTypeError(f"{words} is not a usable path ({why})") from error
     return path
 
 

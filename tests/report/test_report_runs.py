@@ -432,7 +432,7 @@ def test_a_path_that_cannot_be_is_refused(
     if command == "bench":
         words = ["run", "--compare", *words[-1:]]
     assert main([command, *(word.format("a" * 300) for word in words)]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+    assert "is not a usable path" in capsys.readouterr().err
 
 
 def test_a_file_where_the_pictures_of_markdown_go_is_left_alone(tmp_path: Path) -> None:
