@@ -46,16 +46,25 @@ class LossHead(nn.Linear):
     losses: torch.Tensor | None = None
     by_token = False  # always return the figures of each token; gradients flow through them
     lesson: Any = None  # a distillation loss: a function of rows, weight, bias, targets, items and chunk_tokens
+    score: Any = None  # `_score`, compiled
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.targets is None:
-            return super().forward(x)
+        return super().forward(x) if self.targets is None else self._given_targets(x)
+
+    def compile_scores(self, backend: str | None, mode: str | None) -> None:
+        """For a model that is compiled, with what its flags say of that; None: torch's default."""
+        self.score = torch.compile(_score, **({"backend": backend} if backend else {}), mode=mode)
+
+    # A graph of the whole model would hold each chunk's operators anew, and take minutes to compile.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _given_targets(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.targets is not None
         rows, targets = x.reshape(-1, x.shape[-1]), self.targets.reshape(-1).to(x.device)
         weight, bias = self.weight, self.bias
         if torch.is_autocast_enabled(x.device.type):
             rows = rows.to(torch.get_autocast_dtype(x.device.type))
         if not self.by_token and self.lesson is None and torch.is_grad_enabled():
-            total, losses = _SumAndLosses.apply(rows, weight, bias, targets, self.chunk_tokens)
+            total, losses = _SumAndLosses.apply(rows, weight, bias, targets, self.chunk_tokens, self.score or _score)
             if self.keeps_losses:
                 self.losses = losses
             items = (targets != IGNORED).sum() if self.items is None else self.items
@@ -96,7 +105,13 @@ class _SumAndLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, chunk: int
+        ctx: Any,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        chunk: int,
+        score: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         of_rows, of_weight, of_bias = ctx.made = [
             _zeros_for_sums(x) if x is not None and needed else None
@@ -108,7 +123,7 @@ class _SumAndLosses(torch.autograd.Function):
         for start in range(0, len(rows), chunk):
             some, wanted, into = (x[start : start + chunk] for x in (rows, targets, losses))
             logits = nn.functional.linear(some, weight, bias)
-            _score(logits, wanted, into, -(-chunk // SCORED_PARTS))
+            _score_in_parts(score, logits, wanted, into, -(-chunk // SCORED_PARTS))
             keep = (wanted != IGNORED).to(rows.dtype)[:, None]
             if of_rows is not None:
                 of_rows[start : start + chunk] = (logits @ weight) * keep
@@ -127,19 +142,23 @@ class _SumAndLosses(torch.autograd.Function):
         if ctx.made is None:
             raise RuntimeError("a chunked loss has no second backward pass. Compute the loss again.")
         made, ctx.made = ctx.made, None  # an engine may keep the loss, and with it what it saved
-        return (*(None if one is None else one.mul_(upstream[0]) for one in made), None, None)
+        return (*(None if one is None else one.mul_(upstream[0]) for one in made), None, None, None)
 
 
-def _score(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, at_once: int) -> None:
+def _score_in_parts(score: Any, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, rows: int) -> None:
+    """`score` them, so many rows at a time."""
+    for part in zip(*(x.split(rows) for x in (logits, targets, losses)), strict=True):
+        score(*part)
+
+
+def _score(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
     """Put the losses of `logits` (N, V) into `losses` (N,), and their gradients in place of `logits`; those of rows
-    without a target are meaningless. All is computed in fp32, for `at_once` rows at a time."""
-    for some, wanted, into in zip(*(x.split(at_once) for x in (logits, targets, losses)), strict=True):
-        place = wanted.masked_fill(wanted == IGNORED, 0)[:, None]
-        scores = some.log_softmax(-1, dtype=torch.float32)
-        of_target = scores.gather(1, place)
-        into.copy_(-of_target[:, 0].masked_fill(wanted == IGNORED, 0.0))
-        torch.exp(scores, out=some).scatter_(1, place, of_target.expm1().to(some.dtype))
-        del scores
+    without a target are meaningless. All is computed in fp32."""
+    place = targets.masked_fill(targets == IGNORED, 0)[:, None]
+    scores = logits.log_softmax(-1, dtype=torch.float32)
+    of_target = scores.gather(1, place)
+    losses.copy_(-of_target[:, 0].masked_fill(targets == IGNORED, 0.0))
+    torch.exp(scores, out=logits).scatter_(1, place, of_target.expm1().to(logits.dtype))
 
 
 def _zeros_for_sums(x: torch.Tensor) -> torch.Tensor:

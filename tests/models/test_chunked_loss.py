@@ -23,7 +23,14 @@ from transformers import (
 
 from finetune.errors import RequestError
 from finetune.measure.memory import Allocations
-from finetune.models.chunked_loss import IGNORED, LossHead, choose_chunk_tokens, row_figures, use_chunked_loss
+from finetune.models.chunked_loss import (
+    IGNORED,
+    LossHead,
+    choose_chunk_tokens,
+    loss_head,
+    row_figures,
+    use_chunked_loss,
+)
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.run.facts import CHUNK_TOKENS
 
@@ -185,7 +192,7 @@ def test_a_second_backward_pass_is_refused_in_words() -> None:
 
 
 @pytest.mark.parametrize("chunk", [0, 16], ids=["plain", "chunked"])
-def test_a_compiled_model_is_one_graph_and_its_attention_has_no_mask(chunk: int) -> None:
+def test_a_compiled_model_is_one_graph_up_to_its_loss_and_its_attention_has_no_mask(chunk: int) -> None:
     """A mask would rule flash attention out (GPTLiteModel.forward), a break would cost the speed of the whole."""
     torch.manual_seed(0)
     model, batch, seen = gptlite(), a_batch(), []
@@ -199,9 +206,37 @@ def test_a_compiled_model_is_one_graph_and_its_attention_has_no_mask(chunk: int)
         return graph.forward
 
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend=look, fullgraph=True)
+    compiled = torch.compile(model, backend=look, fullgraph=not chunk)
     assert compiled(**batch).loss.item() == pytest.approx(exact, abs=1e-5)
     assert seen == [(None, True)] * model.config.num_hidden_layers
+
+
+def test_more_chunks_are_no_more_to_compile() -> None:
+    def compiled(chunk: int) -> tuple[list[int], list[int], list[Any]]:
+        torch.manual_seed(0)
+        model, batch, sizes, scored = gptlite(), a_batch(), list[int](), list[int]()
+        use_chunked_loss(model, chunk)
+        head = loss_head(model)
+        assert head is not None
+        head.compile_scores("aot_eager", None)
+        score = head.score
+        head.score = lambda *part: scored.append(len(part[0])) or score(*part)
+
+        def count(graph: Any, _: Any) -> Any:
+            sizes.append(len(graph.graph.nodes))
+            return graph.forward
+
+        torch._dynamo.reset()
+        found = torch.compile(model, backend=count)(**batch)
+        found.loss.backward()
+        return sizes, scored, [found.loss.item(), *(p.grad for p in model.parameters())]
+
+    (few, large, wanted), (many, small, got) = compiled(32), compiled(4)
+    assert few == many
+    assert len(small) > len(large)
+    assert max(small) < max(large)
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_a_chunk_is_chosen_by_the_vocabulary_and_may_be_asked_for() -> None:
