@@ -100,6 +100,17 @@ def mixes_attention(run: Run, device: str, precision: str) -> bool:
     return device == "cpu" and precision == "bf16" and not keeps and not others
 
 
+def refuse_fp16_on_cpu(run: Run, trains: bool) -> None:
+    """Raises RequestError for weights in fp16 or, if it `trains` so, mixed precision: accelerate would run fp32."""
+    if run.value("dtype") == "float16":
+        raise RequestError(f"{run.said('dtype')}, which is for GPUs without bf16. Give bfloat16 or float32 on a CPU.")
+    if trains:
+        raise RequestError(
+            "fp16 is on (--fp16, or accelerate's mixed_precision), but there is no GPU, and fp16 does not train on a "
+            "CPU. Drop it."
+        )
+
+
 def precision_flags(
     run: Run, stated: Mapping[str, bool], fastest: Callable[[], str], by_deepspeed: bool
 ) -> dict[str, bool]:

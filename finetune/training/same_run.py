@@ -14,12 +14,11 @@ from finetune.run.accelerate_plugin import config_of_fields
 from finetune.run.conflicts import BY_METRIC
 from finetune.run.engine import deepspeed_by_accelerate
 from finetune.run.files import IDENTITY, SETTLED
-from finetune.run.flag import FILE, FOLDER, NAME_OR_PATH, TEMPLATE
-from finetune.run.on_resume import EVALUATED, ROWS, named
+from finetune.run.on_resume import ROWS, named
 from finetune.run.on_resume_deepspeed import arithmetic_of, changed_arithmetic
-from finetune.run.paths import named_in
 from finetune.run.run import Run
 from finetune.safe_read import read_json_object
+from finetune.training.checkpoints.given_files import of_given_files
 from finetune.training.checkpoints.identity import Identity, run_record, shown
 from finetune.training.checkpoints.writing import by_first, leads
 from finetune.training.course import Course
@@ -68,17 +67,8 @@ def _facts(session: Session, config: Any, data: Any) -> dict[str, dict[str, Any]
     run, training = session.run, session.training
     beginning = {BEGINNING: text} if (text := getattr(data, BEGINNING, "")) else {}
     rows: dict[str, Any] = {split: digests.of_rows(data.splits.get(split)) for split in ("train", "validation")}
-    files: dict[str, Any] = {}
     streams = data.splits.get("train") is not None and rows["train"] is None
-    for name, flag in run.recipe.flags.items():
-        given = run.value(name)
-        if flag.on_resume in (ROWS, EVALUATED) and given and flag.path in (FILE, FOLDER, NAME_OR_PATH, TEMPLATE):
-            whole = not (streams and flag.on_resume == ROWS)
-            found = [
-                digests.of_files(Path(path).expanduser(), whole) or digests.hub_revision(path) or path
-                for path in named_in(given)
-            ]
-            files[name] = found[0] if len(found) == 1 else digests.of_text(found)
+    files = of_given_files(run, streams)
     if streams:
         # A stream has not been read yet: the flags that select it represent it, and the rows held out of it.
         asked = {name: files.get(name, run.value(name)) for name in named(run.recipe.flags, (ROWS,))} | beginning

@@ -24,7 +24,7 @@ from finetune.run.engine import (
     stated_precision,
 )
 from finetune.run.environment import precision as precision_by_accelerate
-from finetune.run.facts import check_offloaded, checkpointing_kwargs, object_of, precision_flags
+from finetune.run.facts import check_offloaded, checkpointing_kwargs, object_of, precision_flags, refuse_fp16_on_cpu
 from finetune.run.flags.compression import check_comm_hook
 from finetune.run.flags.profiling import check_profile
 from finetune.run.importing import end_imports
@@ -264,8 +264,8 @@ def choose_precision(run: Run, has_cuda: bool, deepspeed: str | None) -> dict[st
     found = precision_flags(run, stated_precision(deepspeed), lambda: fastest, by_deepspeed)
     if "ACCELERATE_MIXED_PRECISION" in os.environ:  # else the Trainer uses it in an fp32 run (5.23, training_args.py)
         os.environ["ACCELERATE_MIXED_PRECISION"] = next((name for name, is_chosen in found.items() if is_chosen), "no")
-    if run.value("dtype") == "float16" and not has_cuda:
-        raise RequestError(f"{run.said('dtype')}, which is for GPUs without bf16. Give bfloat16 or float32 on a CPU.")
+    if not has_cuda:
+        refuse_fp16_on_cpu(run, found["fp16"] and not by_deepspeed)  # DS402 is about an engine's
     for half in ("bf16", "fp16"):
         if deepspeed and run.value(f"{half}_full_eval") and not found[half]:
             raise RequestError(

@@ -152,6 +152,9 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_ends_as_the_uncut_one(config: s
     assert [row["step"] for row in resumed.steps] == list(range(1, 13))
     again = launch("torchrun", tmp_path / "cut", {**values, "resume": "auto"}, ranks=2, check=False)
     assert "nothing is left to do" in again.errors[0]
+    values |= {"resume": "allow", "train_file": write_csv(tmp_path / "other.csv", 300, 3)}
+    other = launch("torchrun", tmp_path / "cut", values, ranks=2, check=False)
+    assert "has ended, and was trained on other files: --train_file has changed" in other.errors[0]
 
 
 def test_a_run_that_was_cut_off_after_its_last_step_is_finished(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from transformers import TrainerState
 
 from finetune.data.columns import Labels
 from finetune.entry.main import resolve_here
-from finetune.errors import RunError
+from finetune.errors import RequestError, RunError
 from finetune.models.gptlite import GPTLiteConfig
 from finetune.report.charts import confusion_picture
 from finetune.report.png import write_png
@@ -275,6 +275,19 @@ def test_a_run_in_fp32_is_not_trained_in_what_the_environment_says(monkeypatch: 
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert start.choose_precision(Run(SEQ_CLS, Launch(), (), {}), False, None) == {"bf16": True, "fp16": False}
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
+
+
+@pytest.mark.parametrize("by_accelerate", [False, True])
+def test_fp16_is_refused_on_a_cpu_where_it_would_be_fp32(by_accelerate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from finetune.training import start
+
+    given = {} if by_accelerate else {"fp16": Setting(True, "command line")}
+    if by_accelerate:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    run = Run(SEQ_CLS, Launch(launcher="accelerate" if by_accelerate else "python"), (), given)
+    assert start.choose_precision(run, True, None)["fp16"]
+    with pytest.raises(RequestError, match=r"fp16 is on .*does not train on a CPU"):
+        start.choose_precision(run, False, None)
 
 
 def test_an_evaluation_that_was_logged_before_a_kill_at_the_end_is_not_logged_twice(tmp_path: Path) -> None:

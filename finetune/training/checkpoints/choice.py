@@ -15,7 +15,8 @@ from finetune.run.files import IDENTITY, LAST_WRITTEN, REPLACED, STATE_FILE
 from finetune.run.output_dir import FIRST_START, RESUMES, START_ANEW
 from finetune.run.run import Run
 from finetune.safe_read import read_json_object
-from finetune.training.checkpoints.identity import mixed, of_another_run, read_run
+from finetune.training.checkpoints.given_files import other_training_files
+from finetune.training.checkpoints.identity import mixed, of_another_run, read_identity, read_run
 from finetune.training.checkpoints.manifest import (
     MANIFEST,
     altered,
@@ -175,7 +176,8 @@ def _seen_otherwise(by_first: str | None, rank: int, says: str) -> RequestError:
 
 
 def _refuse_if_finished(run: Run, checkpoint: Path, kind: type[FinetuneError]) -> None:
-    """Raise if the run has done all its steps: its results are kept. For a cluster's restart, this is not an error."""
+    """Raise if the run has done all its steps: its results are kept. For a cluster's restart, this is not an error,
+    unless the data are others."""
     state = read_json_object(checkpoint / STATE_FILE)
     asked = run.value("max_steps")
     by_steps = asked > 0 and state["global_step"] >= asked
@@ -184,6 +186,12 @@ def _refuse_if_finished(run: Run, checkpoint: Path, kind: type[FinetuneError]) -
     if not card.is_file() or card.stat().st_mtime < (checkpoint / STATE_FILE).stat().st_mtime:
         return  # interrupted after its last step: the work after training is still to be done
     if by_steps or (by_epochs and run.value("num_train_epochs") <= state["num_train_epochs"]):
+        before = read_identity(checkpoint) if run.value("resume_changed") != "allow" else None
+        if before and (changed := other_training_files(run, before)):
+            raise RequestError(
+                f"--resume: the run in {checkpoint.parent} has ended, and was trained on other files: "
+                f"{', '.join(changed)} {'has' if len(changed) == 1 else 'have'} changed. Give another --output_dir."
+            )
         raise kind(
             f"--resume: the run ended at step {state['global_step']}, and nothing is left to do. To continue, raise "
             "--num_train_epochs or --max_steps."
