@@ -147,13 +147,23 @@ def smallest_cluster(job: Job, machine: Machine, limits: Limits, steps: int | No
     if speeds:
         why = f"the fastest takes {steps * batch / max(speeds) / 3600:.3g} hours"
     elif tried:
-        why = "nothing fits"
+        largest = replace(job, world_size=numbers[-1], ranks_per_node=min(numbers[-1], per_node))
+        why = _nothing_fits(largest, machine, limits)
     else:
         why = f"even at peak speed {_ranks(numbers[-1])} {steps * batch / most(numbers[-1]) / 3600:.3g} hours"
     raise RequestError(
         f"--deadline {hours:g}: no cluster finishes {steps:,} steps of {batch:,} samples in that many hours; {why}. "
         "Allow more time, use a faster GPU, or give a larger --global_batch_size with fewer steps."
     )
+
+
+def _nothing_fits(job: Job, machine: Machine, limits: Limits) -> str:
+    if job.eval_batch > 1 and _fastest(replace(job, eval_batch=1), machine, limits):
+        return (
+            f"nothing fits with an evaluation batch of {job.eval_batch}: give a smaller --per_device_eval_batch_size "
+            "first"
+        )
+    return "nothing fits"
 
 
 def _fastest(job: Job, machine: Machine, limits: Limits) -> list[Candidate] | None:

@@ -134,7 +134,11 @@ WORDS = {
     "longest": ("The longest block that fits: {} tokens", "{} do not fit", "The model reads no more than that"),
     "largest_batch": ("The largest batch that fits: {} samples per rank", "{} do not fit", "None larger was tried"),
     "largest_model": ("The largest known model that fits: {}", "{} does not", "No larger one is known"),
-    "deadline": ("The smallest cluster that meets the deadline: {} ranks", "{} would not be enough", "None is smaller"),
+    "deadline": (
+        "The smallest cluster for the deadline: {} rank(s)",
+        "{} would not be enough",
+        "None is smaller",
+    ),
 }
 
 

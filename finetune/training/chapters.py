@@ -235,6 +235,12 @@ def _stood_there(checkpoint: str | None, step: int) -> bool:
 
 
 def _train(session: Session, trainer: FinetuneTrainer | PipelineTrainer, samples: Mapping[str, int]) -> TrainOutput:
+    batch, rows = trainer.global_batch_size, len(trainer.train_dataset)  # a stream's are whole batches
+    if batch > rows:
+        session.say(
+            f"note: the global batch of {batch:,} has more rows than the training data, {rows:,}: each batch repeats "
+            "some. Give a smaller --per_device_train_batch_size, or fewer ranks."
+        )
     follow(trainer)
     trained: TrainOutput = trainer.train(resume_from_checkpoint=session.checkpoint)
     peaks = {"peak_memory_gib_per_rank": trainer.peak_memory_gib_per_rank()}

@@ -808,7 +808,7 @@ def test_an_answer_comes_first_in_one_line(capsys: pytest.CaptureFixture[str], m
     words = ["plan", "gpt2", "--gpu", "A100-80GB", "--max_steps", "20000"]
     assert main([*words, "--deadline", "3", "--layouts", "zero1", "--price_per_gpu_hour", "2"]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert re.match(r"The smallest cluster that meets the deadline: \d+ ranks in [\d.]+ hours \(zero1", said[0])
+    assert re.match(r"The smallest cluster for the deadline: \d+ rank\(s\) in [\d.]+ hours \(zero1", said[0])
     assert any(line.startswith("20,000 steps cost about ") for line in said)
     assert main([*words, "--no_search"]) == 0
     assert capsys.readouterr().out.startswith("It fits: ")

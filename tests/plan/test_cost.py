@@ -108,6 +108,9 @@ def test_the_smallest_cluster_meets_the_deadline_and_no_smaller_one_does() -> No
         smallest_cluster(job, A100, limits, steps, 1e-5)
     with pytest.raises(RequestError, match="the fastest takes"):
         smallest_cluster(job, A100, limits, steps, 0.7 * hours(64))
+    large = replace(job, eval_batch=100_000)
+    with pytest.raises(RequestError, match=r"nothing fits with an evaluation batch of 100000: give a smaller --per"):
+        smallest_cluster(large, A100, limits, steps, least)
     with pytest.raises(RequestError, match="a batch of 6 cannot be divided among groups of 4 ranks on nodes of 8"):
         smallest_cluster(replace(job, expert_parallel_size=4), A100, Limits(6, ("zero2",)), steps, least)
 

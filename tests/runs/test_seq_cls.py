@@ -459,3 +459,10 @@ def test_several_labels_a_text_go_on_from_two_ranks_to_one_at_another_stage(
     assert "going on from" in one.output
     assert one.column("loss")[:4] == uncut[:4]
     assert one.column("loss")[4:] == pytest.approx(uncut[4:], rel=1e-4)
+
+
+def test_a_batch_of_more_rows_than_there_are_is_noted(tmp_path: Path) -> None:
+    values = {**TINY, "max_steps": 1, "max_train_samples": 20, "per_device_train_batch_size": 32, "eval_strategy": "no"}
+    run = launch("python", tmp_path / "run", values)
+    (note,) = (line for line in run.output.splitlines() if "each batch repeats some" in line)
+    assert note.startswith("note: the global batch of 32 has more rows than the training data, ")
