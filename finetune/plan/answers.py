@@ -147,8 +147,7 @@ def smallest_cluster(job: Job, machine: Machine, limits: Limits, steps: int | No
     if speeds:
         why = f"the fastest takes {steps * batch / max(speeds) / 3600:.3g} hours"
     elif tried:
-        largest = replace(job, world_size=numbers[-1], ranks_per_node=min(numbers[-1], per_node))
-        why = _nothing_fits(largest, machine, limits)
+        why = _nothing_fits(job, machine, limits, numbers[-1])
     else:
         why = f"even at peak speed {_ranks(numbers[-1])} {steps * batch / most(numbers[-1]) / 3600:.3g} hours"
     raise RequestError(
@@ -157,8 +156,9 @@ def smallest_cluster(job: Job, machine: Machine, limits: Limits, steps: int | No
     )
 
 
-def _nothing_fits(job: Job, machine: Machine, limits: Limits) -> str:
-    if job.eval_batch > 1 and _fastest(replace(job, eval_batch=1), machine, limits):
+def _nothing_fits(job: Job, machine: Machine, limits: Limits, ranks: int) -> str:
+    lighter = replace(job, world_size=ranks, ranks_per_node=min(ranks, job.ranks_per_node), eval_batch=1)
+    if job.eval_batch > 1 and _fastest(lighter, machine, limits):
         return (
             f"nothing fits with an evaluation batch of {job.eval_batch}: give a smaller --per_device_eval_batch_size "
             "first"
