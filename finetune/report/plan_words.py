@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from finetune.errors import plain
-from finetune.plan.answers import speedup_of
+from finetune.plan.answers import AS_ASKED, speedup_of
 from finetune.plan.engines.resident import BUCKETS, GATHERED, GRADIENTS, MASTERS, PARAMETERS, PIPE, STATES
 from finetune.plan.job import FSDP, PIPELINE, TRAINER
 from finetune.plan.memory import BATCH, BUFFERS, COPIED, SAVED, WORKSPACE
@@ -165,10 +165,11 @@ def answer_line(answer: Answer) -> str:
     device, host, speed = _cells(best)[-3:]
     parameters = f"{count_words(plan.job.model.parameters)} parameters"
     hours = "" if answer.hours is None else f" in {number(answer.hours)} hours"
+    spared = " Activation checkpointing was not tried." * (best.layout == AS_ASKED and not plan.job.checkpoint_interval)
     return (
         f"{found.format(_said(answer.found))}{hours} ({best.words}; {parameters}): {device} of {gib(plan.limit_bytes)} "
         f"GiB, {host} of {gib(plan.host_limit_bytes)} GiB on each host, {speed}. "
-        f"{end if answer.next is None else beyond.format(_said(answer.next))}."
+        f"{end if answer.next is None else beyond.format(_said(answer.next))}.{spared}"
     )
 
 

@@ -823,3 +823,12 @@ def test_a_table_of_all_stages_names_each_in_80_columns(
     table = capsys.readouterr().out.partition("All of them")[2].partition("Step time")[0]
     assert "at rest  at peak  headroom" in table
     assert re.findall(r"^stage (\d)  \d", table, re.MULTILINE) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize(("more", "said"), [([], True), (["--activation_checkpoint_interval", "1"], False)])
+def test_a_batch_of_a_fixed_layout_says_that_checkpointing_was_not_tried(
+    more: list[str], said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "gpt2", "--gpu", "T4", "--gpus_per_node", "1", "--deepspeed", "zero2", "--largest_batch", *more]
+    assert main(words) == 0
+    assert ("Activation checkpointing was not tried." in " ".join(capsys.readouterr().out.split())) == said

@@ -105,7 +105,7 @@ def test_what_was_spoilt_is_passed_over_and_named(spoil: str, name: str, run: Pa
     found = chosen(run, "auto")
     assert found.checkpoint == str(run / "checkpoint-8")
     (note,) = found.notes
-    assert re.match(r"warning: skipped checkpoint-12[/ ]", note)
+    assert re.match(r"warning: a checkpoint is skipped: checkpoint-12[/ ]", note)
     assert name in note
 
 

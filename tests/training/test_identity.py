@@ -176,7 +176,9 @@ def test_a_checkpoint_of_another_run_is_passed_over_or_refused_unless_that_is_al
     (tmp_path / IDENTITY).write_text(json.dumps(run_record(ID, LINEAGE)))
     found = chosen(tmp_path, "auto")
     assert found.checkpoint == str(own)
-    assert found.notes == ("warning: skipped checkpoint-8 belongs to run cccccccc, and the folder to run aaaaaaaa.",)
+    assert found.notes == (
+        "warning: a checkpoint is skipped: checkpoint-8 belongs to run cccccccc, and the folder to run aaaaaaaa.",
+    )
     with pytest.raises(RequestError, match="resume anyway with --resume_changed allow"):
         chosen(tmp_path, str(strange))
     assert chosen(tmp_path, str(ancestor)).checkpoint == str(ancestor)

@@ -65,7 +65,7 @@ def test_both_go_on_from_the_same_where_one_finds_the_newest_altered(scenes: Sce
     first, second = scenes.of("altered")
     assert first == second
     assert first[0] == str(scenes.folder / "altered" / "checkpoint-4")
-    assert "skipped checkpoint-8/rng_state_1.pth has changed since it was saved" in first[1]
+    assert "skipped: checkpoint-8/rng_state_1.pth has changed since it was saved" in first[1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -82,7 +82,7 @@ def _newest(run: Run, broken: dict[str, str]) -> Chosen:
     for path, why in _looked_at(folder, broken, run.value("resume_changed") == "allow"):
         if why is None:
             _refuse_if_finished(run, path, RequestError if resume == "auto" else NothingToDoError)
-            return Chosen(str(path), tuple(f"warning: skipped {line}" for line in skipped))
+            return Chosen(str(path), tuple(f"warning: a checkpoint is skipped: {line}" for line in skipped))
         skipped.append(why)
     if not skipped and resume == "allow":
         return Chosen(None)
