@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -235,8 +235,8 @@ def _stood_there(checkpoint: str | None, step: int) -> bool:
 
 
 def _train(session: Session, trainer: FinetuneTrainer | PipelineTrainer, samples: Mapping[str, int]) -> TrainOutput:
-    batch, rows = trainer.global_batch_size, len(trainer.train_dataset)  # a stream's are whole batches
-    if batch > rows:
+    batch, data = trainer.global_batch_size, trainer.train_dataset
+    if isinstance(data, Sized) and batch > (rows := len(data)):  # a stream has no length, or that of whole batches
         session.say(
             f"note: the global batch of {batch:,} has more rows than the training data, {rows:,}: each batch repeats "
             "some. Give a smaller --per_device_train_batch_size, or fewer ranks."
