@@ -114,7 +114,7 @@ def test_two_that_are_spoilt_in_different_ways_are_both_passed_over(run: Path) -
     flip(run / "checkpoint-8" / "optimizer.pt")
     found = chosen(run, "allow")
     assert found.checkpoint == str(run / "checkpoint-4")
-    assert [note.split()[2] for note in found.notes] == ["checkpoint-12/optimizer.pt", "checkpoint-8/optimizer.pt"]
+    assert [note.split()[5] for note in found.notes] == ["checkpoint-12/optimizer.pt", "checkpoint-8/optimizer.pt"]
 
 
 def test_where_none_verifies_nothing_is_started_anew(run: Path) -> None:
