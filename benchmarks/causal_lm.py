@@ -238,11 +238,10 @@ PARTS["corpus"] = corpus
 
 def render(results: dict) -> str:
     """Render the page in docs/results/ from the data beside it."""
-    lines = ["# recipes/causal_lm.py: loss, step time and memory", "", "Made by"]
-    lines[-1] += (
-        " `python benchmarks/causal_lm.py --text ../shared/data/tinyshakespeare/input.txt`. The machine of each part:"
-    )
-    lines += ["", *(f"- `{part}`: {results['machines'][part]}." for part in PARTS if part in results), ""]
+    command = "python benchmarks/causal_lm.py --text ../shared/data/tinyshakespeare/input.txt"
+    lines = ["# recipes/causal_lm.py: loss, step time and memory", ""]
+    lines += [f"Made by `{command}`. The machine of each part:", ""]
+    lines += [*(f"- `{part}`: {results['machines'][part]}." for part in PARTS if part in results), ""]
     if found := results.get("loss"):
         lines += ["## nanoGPT's character-level CPU configuration: 2,000 steps of 12 x 64 characters, fp32", ""]
         lines += ["| run | validation loss |", "|---|---|"]

@@ -365,7 +365,7 @@ def main() -> None:
 
         if not torch.cuda.is_available():
             raise SystemExit("error: torch sees no GPU, but --gpu measures one. Drop the flag to measure on the CPU.")
-        results |= {"machine": f"{torch.cuda.get_device_name()}; {versions}", "precision": "bf16", "flags": " --gpu"}
+        results |= {"precision": "bf16", "flags": " --gpu"}
         size = ("--model_size", "small", "--learning_rate", "6e-4", "--bf16", "True", "--tokenizer", "byte")
         results["one_stage"] = one_stage(size)
     else:

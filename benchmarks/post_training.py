@@ -160,10 +160,9 @@ def main() -> None:
     import torch
 
     options.gpu = torch.cuda.is_available()
-    machine = this_machine()
     setting = {
         "command": "python benchmarks/post_training.py" + " ".join(["", *sys.argv[1:]]),
-        "machine": machine,
+        "machine": this_machine(),
         "versions": in_words(versions()) + f", trl {version('trl')}, peft {version('peft')}",
         "on_gpu": options.gpu,
         "model": options.model or NAMES[options.shape],

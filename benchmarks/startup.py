@@ -245,8 +245,7 @@ def main() -> None:
         if "ranks" in asked.parts:
             load = os.getloadavg()[0]
             found = first_steps(back, asked.repeats, Path(folder), ranks=2)
-            ranks = {"machine": this_machine(), "load": load, "repeats": asked.repeats, "found": found}
-            record["ranks"] = ranks
+            record["ranks"] = {"machine": this_machine(), "load": load, "repeats": asked.repeats, "found": found}
     path.write_text(json.dumps(record, indent=1) + "\n")
     (OUT / "startup.md").write_text(page(record))
     print(page(record))

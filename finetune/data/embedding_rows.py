@@ -105,7 +105,7 @@ def clean_rows(
         )
     read = {split: _texts_of(table, found, said_split(arguments, split)) for split, table in raw.items()}
     notes = []
-    if found.judged and "test" in read and len(read) > 1 and not getattr(arguments, "test_file", None):
+    if found.judged and "test" in read and len(read) > 1 and not arguments.test_file:
         values = raw["test"][found.judged][:]
         if values and all(is_empty(value) or value == HIDDEN_LABEL for value in values):  # as in GLUE
             notes.append(f"the test split is left out, because its column {found.judged!r} is hidden")

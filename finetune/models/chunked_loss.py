@@ -53,7 +53,7 @@ class LossHead(nn.Linear):
 
     def compile_scores(self, backend: str | None, mode: str | None) -> None:
         """For a model that is compiled, with what its flags say of that; None: torch's default."""
-        self.score = torch.compile(_score, **({"backend": backend} if backend else {}), mode=mode)
+        self.score = torch.compile(_score, backend=backend or "inductor", mode=mode)
 
     # A graph of the whole model would hold each chunk's operators anew, and take minutes to compile.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -220,10 +220,10 @@ def loss_head(model: Any) -> LossHead | None:
     return next((module for module in model.modules() if isinstance(module, LossHead)), None)
 
 
-def use_chunked_loss(model: Any, chunk_tokens: int, by_token: bool = False) -> None:
+def use_chunked_loss(model: Any, chunk_tokens: int, by_token: bool = False) -> LossHead:
     """Replace the head of `model` with a `LossHead` of the same weight, and make `model` return its loss or, with
-    `by_token`, the (B, T, 3) of `token_figures` as `logits`. Call `refusal` first. `model` is what the Trainer gets,
-    including any adapter wrapper."""
+    `by_token`, the (B, T, 3) of `token_figures` as `logits`. Returns the head. Call `refusal` first. `model` is what
+    the Trainer gets, including any adapter wrapper."""
     old = model.get_output_embeddings()
     head = LossHead(old.in_features, old.out_features, bias=old.bias is not None, device="meta")
     head.weight, head.bias = old.weight, old.bias
@@ -256,3 +256,4 @@ def use_chunked_loss(model: Any, chunk_tokens: int, by_token: bool = False) -> N
 
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after, with_kwargs=True, always_call=True)
+    return head

@@ -7,7 +7,7 @@ from typing import Any
 from finetune.errors import RequestError
 from finetune.models.adapters import check_adapter, check_expert_adapter, kept_as, with_adapter
 from finetune.models.causal import CausalSource, build_causal_lm, find_causal_source, settled_config
-from finetune.models.chunked_loss import choose_chunk_tokens, loss_head, use_chunked_loss
+from finetune.models.chunked_loss import choose_chunk_tokens, use_chunked_loss
 from finetune.models.expert_parallel import check_expert_parallel
 from finetune.models.experts import ASKED
 from finetune.models.gptlite_pipeline import check_gptlite, gptlite_pipeline, pipeline_layers
@@ -70,8 +70,8 @@ def language_model(session: Session, source: CausalSource, data: Any) -> Any:
     if (size := session.run.expert_parallel_size) > 1:
         check_expert_parallel(base, size, section_for(base.config, size), session.launch.world_size)
     if chunk:
-        use_chunked_loss(model, chunk)
-        if training.torch_compile and (head := loss_head(model)):
+        head = use_chunked_loss(model, chunk)
+        if training.torch_compile:
             head.compile_scores(training.torch_compile_backend, training.torch_compile_mode)
     watch_experts(session, base, model, router)
     return model

@@ -23,14 +23,7 @@ from transformers import (
 
 from finetune.errors import RequestError
 from finetune.measure.memory import Allocations
-from finetune.models.chunked_loss import (
-    IGNORED,
-    LossHead,
-    choose_chunk_tokens,
-    loss_head,
-    row_figures,
-    use_chunked_loss,
-)
+from finetune.models.chunked_loss import IGNORED, LossHead, choose_chunk_tokens, row_figures, use_chunked_loss
 from finetune.models.gptlite import GPTLiteConfig, GPTLiteForCausalLM
 from finetune.run.facts import CHUNK_TOKENS
 
@@ -195,13 +188,14 @@ def test_a_second_backward_pass_is_refused_in_words() -> None:
 def test_a_compiled_model_is_one_graph_up_to_its_loss_and_its_attention_has_no_mask(chunk: int) -> None:
     """A mask would rule flash attention out (GPTLiteModel.forward), a break would cost the speed of the whole."""
     torch.manual_seed(0)
-    model, batch, seen = gptlite(), a_batch(), []
+    model, batch, seen, graphs = gptlite(), a_batch(), [], []
     exact = model(**batch).loss.item()
     if chunk:
         use_chunked_loss(model, chunk)
 
     def look(graph: Any, inputs: Any) -> Any:
         calls = [node for node in graph.graph.nodes if "scaled_dot_product" in str(node.target)]
+        graphs.append(len(calls))
         seen.extend((node.kwargs.get("attn_mask"), node.kwargs.get("is_causal")) for node in calls)
         return graph.forward
 
@@ -209,15 +203,15 @@ def test_a_compiled_model_is_one_graph_up_to_its_loss_and_its_attention_has_no_m
     compiled = torch.compile(model, backend=look, fullgraph=not chunk)
     assert compiled(**batch).loss.item() == pytest.approx(exact, abs=1e-5)
     assert seen == [(None, True)] * model.config.num_hidden_layers
+    hooks = [0] if chunk else []  # a graph of its own for what precedes the model
+    assert graphs == [*hooks, model.config.num_hidden_layers], "no layer is apart from the others"
 
 
 def test_more_chunks_are_no_more_to_compile() -> None:
     def compiled(chunk: int) -> tuple[list[int], list[int], list[Any]]:
         torch.manual_seed(0)
         model, batch, sizes, scored = gptlite(), a_batch(), list[int](), list[int]()
-        use_chunked_loss(model, chunk)
-        head = loss_head(model)
-        assert head is not None
+        head = use_chunked_loss(model, chunk)
         head.compile_scores("aot_eager", None)
         score = head.score
         head.score = lambda *part: scored.append(len(part[0])) or score(*part)
