@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from finetune.plan.engines.resident import BUCKETS, GATHERED, GRADIENTS, PARAMETERS, Resident
 from finetune.plan.families.parts import Shape
+from finetune.plan.forward.cuts import LAYER
 from finetune.plan.program import TEMPORARY, modules_used
 from finetune.plan.step import Ledger
 from finetune.plan.tape import Tape
 from finetune.plan.values import FP32_BYTES, Op
 
-LAYER = re.compile(r"(.*?\.\d+)\.")
 # In the name of a weight of an adapter, or of what a trained copy replaces.
 ADAPTER = re.compile(r"\.(lora_\w+\.default|original_module)\.")
 EMBEDDINGS, TAIL, ROOT = "embeddings", "tail", "root"
@@ -85,7 +85,7 @@ class Fsdp(Resident):
         """A group is a layer (what a model lists in `_no_split_modules`), the embeddings, or the final norm and head,
         with the embeddings if tied. The rest belongs to the root module."""
         if found := LAYER.match(name):
-            return found[1]
+            return found[0]
         name = ADAPTER.sub(".", name)
         first, last = used[0].weights[0], [ADAPTER.sub(".", one) for one in used[-1].weights]
         is_tied = sum(first in op.weights for op in used) > 1

@@ -7,7 +7,6 @@ partitioned_param_coordinator.py; each place names its function.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -20,13 +19,6 @@ from finetune.plan.values import FP32_BYTES
 from finetune.plan.zero import Zero, shard
 
 SECOND = "secondary shards"
-
-
-@dataclass(frozen=True)
-class Gather:
-    phase: str
-    elements: int
-    parameters: int
 
 
 @lru_cache(maxsize=128)
@@ -72,7 +64,7 @@ class Zero3(Resident):
         self.at = self.asked = 0  # indices into `uses`: the end of the running module, and of the prefetch
         self.turn = 0  # modules entered so far
         self.promised: dict[str, int] = {}  # per parameter: the last use that the prefetch has covered
-        self.gathers: list[Gather] = []
+        self.gathers = defaultdict[str, list[tuple[int, int]]](list)  # by phase: elements and parameters of each
         self.reduced = 0  # buckets of gradients
 
     def trace(self, tape: Tape, goes_back: bool = True) -> None:
@@ -164,7 +156,7 @@ class Zero3(Resident):
         if not names:
             return
         elements = sum(self.pieces[name] * self.ranks for name in names)
-        self.gathers.append(Gather(ledger.phase, elements, len(names)))
+        self.gathers[ledger.phase].append((elements, len(names)))
         flat = elements * self.size if self.ranks > 1 else 0
         if self.zero.quantized_weights:  # as received, and dequantized (partition_parameters.py, QuantizationInfo)
             flat += flat // self.size
@@ -227,18 +219,9 @@ class Zero3(Resident):
         self.second.clear()
 
 
-@dataclass(frozen=True)
-class Played:
-    """What one micro-batch has gathered, forward and backward. `reduced`: buckets of gradients; `persistent`: elements
-    of each parameter that stays whole."""
-
-    gathers: tuple[Gather, ...]
-    reduced: int
-    persistent: tuple[int, ...]
-
-
-def gathers(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Played:
-    """Cached by the settings that matter, so layouts that gather alike are simulated once."""
+def gathers(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Zero3:
+    """The engine after a micro-batch, forward and backward. Cached by the settings that matter, so layouts that gather
+    alike are simulated once."""
     hangs_on = Zero(stage=3, reduce_bucket_size=zero.reduce_bucket_size, max_reuse_distance=zero.max_reuse_distance,
                     prefetch_bucket_size=zero.prefetch_bucket_size, max_live_parameters=zero.max_live_parameters,
                     persistence_threshold=zero.persistence_threshold)  # fmt: skip
@@ -246,7 +229,7 @@ def gathers(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Played:
 
 
 @lru_cache(maxsize=128)
-def _played(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Played:
+def _played(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Zero3:
     ledger = Ledger()
     layout = Zero3(weights, zero, Optimizer("sgd"), ranks, 0, ledger)
     layout.hold(ledger)
@@ -256,5 +239,4 @@ def _played(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Played:
     passed.forward()
     passed.backward()
     layout.end(ledger)
-    kept = tuple(layout.elements[name] for name in sorted(layout.persistent))
-    return Played(tuple(layout.gathers), layout.reduced, kept)
+    return layout
