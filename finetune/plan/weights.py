@@ -47,7 +47,9 @@ def _sizes(file: Path, folder: Path) -> list[int]:
         with safe_open(file, framework="numpy") as opened:
             return [math.prod(opened.get_slice(name).get_shape()) for name in opened.keys()]  # noqa: SIM118 (no dict)
     except (SafetensorError, OSError) as error:
-        raise RequestError(f"{file}: is not a safetensors file ({first_line(error)}).") from error
+        raise RequestError(
+            f"{file}: is not a safetensors file, or is damaged or cut short ({first_line(error)}). Copy it again."
+        ) from error
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -212,7 +212,7 @@ def test_a_model_gives_the_sizes_of_its_weights(tmp_path: Path, capsys: pytest.C
     assert "the largest weight of the model has 6,400 elements" in capsys.readouterr().out
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     assert main(["check", str(mine), "--model", str(tmp_path)]) == 2
-    assert "is not a safetensors file" in capsys.readouterr().err
+    assert "is not a safetensors file, or is damaged or cut short" in capsys.readouterr().err
 
 
 def test_a_config_from_powershell_is_told_how_to_become_utf_8(
