@@ -170,6 +170,7 @@ def _plan_options(command: argparse.ArgumentParser) -> None:
         "--calibrate wrote (default: cpu)")  # fmt: skip
     add("--nodes", type=int, metavar="N", help="machines (default 1)")
     add("--gpus_per_node", type=int, metavar="N", help="ranks on each (default: usual for machines with this GPU)")
+    add("--host_memory", type=float, metavar="GIB", help="host memory of each machine (default: the profile's)")
     add("--global_batch_size", type=int, metavar="N", help="samples per step that each layout must reach (default: "
         "the run's own; 0: any)")  # fmt: skip
     add("--layouts", nargs="+", metavar="NAME", help="shipped configs to choose from (default: all)")

@@ -11,12 +11,11 @@ from typing import Any
 from finetune.api.html import block, table_of
 from finetune.api.words import from_python, words_of
 from finetune.cli import parser
-from finetune.commands.plan import Outcome, as_json, layouts_of, plan_of
-from finetune.plan.advice import ways_out
+from finetune.commands.plan import Outcome, layouts_of, plan_of
 from finetune.plan.plan import Plan
 from finetune.plan.search import Found
 from finetune.report.plan_tables import layout_table, memory_table, show, step_table
-from finetune.report.plan_words import headline, more_words, rank_kinds, show_answer, verdict
+from finetune.report.plan_words import fits_with, headline, more_words, rank_kinds, show_answer, verdict
 from finetune.run.choose import recipes
 
 TEXT_WIDTH = 120
@@ -40,7 +39,7 @@ class Planned:
 
     def to_dict(self) -> dict[str, Any]:
         """What `finetune plan --json` prints."""
-        return as_json(self.outcome, self.layouts)
+        return self.outcome.as_json(self.layouts)
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -48,7 +47,7 @@ class Planned:
         text = io.StringIO()
         console = Console(file=text, width=TEXT_WIDTH)
         show_answer(console, self.outcome.answer, self.outcome.lines)
-        show(console, self.plan, self.layouts, [] if self.fits else ways_out(self.plan, self.layouts), self.notes)
+        show(console, self.plan, self.layouts, self.outcome.ways_out(self.layouts), self.notes)
         return text.getvalue()
 
     def _repr_html_(self) -> str:
@@ -56,7 +55,8 @@ class Planned:
         tables = [table_of(memory_table(self.plan, rank_kinds(self.plan)[:2])), table_of(step_table(self.plan))]
         if self.layouts is not None and self.layouts.fitting:
             tables.append(table_of(layout_table(self.plan, self.layouts), MOST_LAYOUTS))
-        lines = [*self.outcome.lines, verdict(self.plan), *more_words(self.plan), *notes]
+        ways_out = map(fits_with, self.outcome.ways_out(self.layouts))
+        lines = [*self.outcome.lines, verdict(self.plan), *ways_out, *more_words(self.plan), *notes]
         return block(headline(self.plan), lines, *tables)
 
 
@@ -68,6 +68,7 @@ def plan(
     gpu: str | Path = "cpu",
     nodes: int | None = None,
     gpus_per_node: int | None = None,
+    host_memory: float | None = None,
     global_batch_size: int | None = None,
     layouts: Sequence[str] | None = None,
     search: bool = True,
@@ -76,8 +77,9 @@ def plan(
 ) -> Planned:
     """Memory per rank and time per step of a run, which need not be possible on this machine; without torch. `target`
     is a recipe, such as "causal_lm", a recipe's YAML, or a model: its folder, its config.json, or a known name such as
-    "gpt2". `model` names a model if `target` is a recipe. `flags` are the recipe's, and those of questions:
-    `longest=True`, `deadline=8`, `price_per_gpu_hour=2`. With `search` False, no other layouts are searched.
+    "gpt2". `model` names a model if `target` is a recipe. `host_memory` is in GiB per node; None: that of the GPU's
+    profile. `flags` are the recipe's, and those of questions: `longest=True`, `deadline=8`, `price_per_gpu_hour=2`.
+    With `search` False, no other layouts are searched.
 
     Raises RequestError."""
     target, model = (None if one is None else str(one) for one in (target, model))
@@ -89,6 +91,7 @@ def plan(
         "gpu": gpu,
         "nodes": nodes,
         "gpus_per_node": gpus_per_node,
+        "host_memory": host_memory,
         "global_batch_size": global_batch_size,
         "layouts": layouts,
         "params_per_layer": params_per_layer,

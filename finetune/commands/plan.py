@@ -6,7 +6,7 @@ import argparse
 import json
 import shlex
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,16 @@ from finetune.errors import RequestError
 from finetune.plan import questions
 from finetune.plan.advice import notes as notes_of
 from finetune.plan.advice import ways_out
-from finetune.plan.answers import Answer, Cost, cost_of, one_more_of, smallest_cluster, speedup_of, write_config
+from finetune.plan.answers import Answer, Cost, cost_of, one_more_of, smallest_cluster, write_config
 from finetune.plan.from_run import job_of
 from finetune.plan.job import Job
-from finetune.plan.machine import Machine, find_machine
+from finetune.plan.machine import Machine, find_machine, with_host_memory
 from finetune.plan.named import refuse_size
 from finetune.plan.plan import Plan, plan
 from finetune.plan.questions import BATCH, DEADLINE, LONGEST, MODEL, OPEN
 from finetune.plan.run_model import SHAPING, described, with_kept_model
 from finetune.plan.search import LAYOUTS, Candidate, Found, Limits, scaling, search
+from finetune.report.plan_json import as_json
 from finetune.report.plan_words import lines_of, show_answer
 from finetune.run.choose import recipes
 from finetune.run.files import RUN_RECORD
@@ -69,6 +70,7 @@ class Outcome:
     `plan` is the plan of its `answer`."""
 
     plan: Plan
+    run: Run
     config: dict[str, Any] | None
     notes: list[str]
     limits: Limits
@@ -80,6 +82,13 @@ class Outcome:
     def lines(self) -> list[str]:
         """What is printed first: the answer, the cost, and the effect of one more GPU."""
         return lines_of(self.plan, self.answer, self.cost, self.one_more)
+
+    def as_json(self, layouts: Found | None) -> dict[str, Any]:
+        return as_json(self.plan, layouts, self.notes, self.answer, self.cost, self.one_more)
+
+    def ways_out(self, layouts: Found | None) -> list[Candidate]:
+        """What would fit, if the plan does not."""
+        return [] if self.plan.fits else ways_out(self.plan, layouts, self.run, self.limits)
 
 
 def plan_of(asked: argparse.Namespace) -> Outcome:
@@ -94,7 +103,7 @@ def plan_of(asked: argparse.Namespace) -> Outcome:
             "nothing to plan. Give a recipe or its YAML, a model's folder or config.json, or a known name such as gpt2."
         )
     _check(asked, question)
-    machine = _machine(asked.gpu)
+    machine = _machine(asked.gpu, asked.host_memory)
     planned, notes = _run(asked, machine)
     questions.check_layouts(planned, asked, question)
     more = list[str]()
@@ -116,12 +125,13 @@ def plan_of(asked: argparse.Namespace) -> Outcome:
     elif question == BATCH:
         answer = questions.largest_batch(job, machine, among)
     elif question == DEADLINE:
-        answer = smallest_cluster(job, machine, limits, planned.value("max_steps"), asked.deadline)
+        among = limits if asked.layouts else limits.opted_in
+        answer = smallest_cluster(job, machine, among, planned.value("max_steps"), asked.deadline)
     found = plan(job, machine) if answer is None else answer.plan
     price = asked.price_per_gpu_hour
     cost = None if price is None else cost_of(found, price, planned.value("max_steps"))
     one_more = one_more_of(found) if asked.one_more_gpu else None
-    return Outcome(found, config, [*notes, *more, *notes_of(found)], limits, answer, cost, one_more)
+    return Outcome(found, planned, config, [*notes, *more, *notes_of(found)], limits, answer, cost, one_more)
 
 
 def layouts_of(outcome: Outcome) -> Found | None:
@@ -164,11 +174,12 @@ def _check(asked: argparse.Namespace, question: str | None) -> None:
             raise RequestError(f"{path}: there is no folder {path.parent}. Make it, or give another path.")
 
 
-def _machine(name: str) -> Machine:
+def _machine(name: str, host_gib: float | None) -> Machine:
     try:
-        return find_machine(name)
+        machine = find_machine(name)
     except RequestError as error:
         raise RequestError(f"--gpu {error}") from error
+    return machine if host_gib is None else with_host_memory(machine, host_gib)
 
 
 def _limits(asked: argparse.Namespace, job: Job, planned: Run) -> Limits:
@@ -218,7 +229,7 @@ def _described(asked: argparse.Namespace, machine: Machine) -> tuple[Run, list[s
 def _say(asked: argparse.Namespace, outcome: Outcome, layouts: Found | None) -> None:
     found, notes = outcome.plan, outcome.notes
     if asked.json:
-        print(json.dumps(as_json(outcome, layouts), indent=1))
+        print(json.dumps(outcome.as_json(layouts), indent=1))
         return
     from rich.console import Console
 
@@ -226,7 +237,7 @@ def _say(asked: argparse.Namespace, outcome: Outcome, layouts: Found | None) -> 
 
     console = Console()
     show_answer(console, outcome.answer, outcome.lines)
-    show(console, found, layouts, ways_out(found, layouts) if not found.fits else [], notes)
+    show(console, found, layouts, outcome.ways_out(layouts), notes)
     notes = [*outcome.lines, *notes]
     command = shlex.join(["finetune", *sys.argv[1:]])
     if asked.html or asked.png:
@@ -239,60 +250,3 @@ def _say(asked: argparse.Namespace, outcome: Outcome, layouts: Found | None) -> 
         if asked.png:
             page.write_png(Path(asked.png), found, layouts, scaling=curve)
             print(f"wrote {asked.png}")
-
-
-def as_json(outcome: Outcome, layouts: Found | None) -> dict[str, Any]:
-    """Unscaled bytes and seconds. docs/plan.md lists the keys; removing or redefining one increments `schema`."""
-    found, answer, one_more = outcome.plan, outcome.answer, outcome.one_more
-    return {
-        "schema": 1,
-        "answer": None if answer is None else {
-            **{name: getattr(answer, name) for name in ("question", "found", "next", "flags", "hours")},
-            "options": [{"found": size, **_layout(one)} for size, one in answer.options],
-        },
-        "cost": None if outcome.cost is None else asdict(outcome.cost),
-        "one_more": None if one_more is None else {
-            "world_size": one_more.job.world_size, "speedup": speedup_of(found, one_more),
-            "peak_bytes": one_more.peak_bytes, "fits": one_more.fits,
-        },
-        "job": _job(found.job),
-        "machine": found.machine.name,
-        "fits": found.fits,
-        "limit_bytes": found.limit_bytes, "device_bytes": found.device_bytes,
-        "ranks": [_rank(rank) for rank in found.ranks],
-        "seconds": asdict(found.seconds),
-        "samples_per_second": found.seconds.samples_per_second,
-        "notes": outcome.notes,
-        "layouts": None if layouts is None else [_layout(one) for one in (*layouts.fitting, *layouts.failing)],
-    }  # fmt: skip
-
-
-def _layout(one: Candidate) -> dict[str, Any]:
-    return {
-        "layout": one.layout,
-        "job": _job(one.plan.job),
-        "peak_bytes": one.plan.peak_bytes,
-        "host_bytes": one.plan.host_bytes,
-        "step_seconds": one.plan.seconds.total,
-        "samples_per_second": one.samples_per_second,
-        "why_not": one.why_not,
-    }
-
-
-def _job(job: Job) -> dict[str, Any]:
-    names = ("engine", "world_size", "ranks_per_node", "stages", "micro_batch", "tokens", "accumulation", "precision",
-             "checkpoint_interval", "attention", "loss_chunk_tokens", "sequence_parallel_size", "expert_parallel_size",
-             "tiled_mlp_num_shards", "device", "global_batch")  # fmt: skip
-    return {
-        "model": job.model.family,
-        "parameters": job.model.parameters,
-        **{name: getattr(job, name) for name in names},
-        "zero": asdict(job.zero),
-        "optimizer": job.optimizer.kind,
-    }
-
-
-def _rank(rank: Any) -> dict[str, Any]:
-    found = {name: getattr(rank, name) for name in ("rank", "resident", "resident_bytes", "host", "timeline")}
-    peaks = {phase: moment.bytes for phase, moment in rank.peaks.items()}
-    return {**found, "peak": asdict(rank.peak), "peaks": peaks}

@@ -4,25 +4,46 @@ lower its peak, the gentlest of each kind."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
 from finetune.dsconfig.rules.zero import reduce_buckets
+from finetune.errors import RequestError
+from finetune.plan.from_run import job_of
 from finetune.plan.job import DEEPSPEED, PIPELINE, TRAINER, Job
+from finetune.plan.machine import TOLD
 from finetune.plan.plan import Plan, plan
-from finetune.plan.search import MOST_RANKS, Candidate, Found, goes_with, laid_out
+from finetune.plan.search import MOST_RANKS, TRAINER_ALONE, Candidate, Found, Limits, goes_with, laid_out, search
 from finetune.plan.values import FP32_BYTES
 from finetune.plan.zero import Zero
+from finetune.run.run import Run
 
+GIB = 2**30
 MUCH = 0.1  # buckets of more than 1 / MUCH times the weights are reported
 UNEVEN = 2.0  # times the mean: the load of a rank's experts that a note assumes
 FEW_MICRO_BATCHES = 4  # per stage; with fewer, a fifth of a pipeline idles
 MOST_MENDS = 4
+ADAPTERS = (("use_peft",), ("use_peft", "load_in_4bit"))  # flags that train less, the gentlest first
+WITH_ADAPTERS = (TRAINER_ALONE, "zero1", "zero2", "zero3")  # without offload: adapters have few states
 
 
 def notes(found: Plan) -> list[str]:
     job = found.job
-    return [*_zero3(job), *_buckets(job), *_pipeline(job), *_quantized(job), *_disk(job), *_uneven(found)]
+    return [
+        *_zero3(job), *_buckets(job), *_pipeline(job), *_quantized(job), *_disk(job), *_host(found), *_uneven(found)
+    ]  # fmt: skip
+
+
+def _host(found: Plan) -> Iterator[str]:
+    """Where a run may have only its GPUs' share of a node's memory, as in a cloud or under Slurm."""
+    here, on_node = min(found.job.world_size, found.job.ranks_per_node), found.machine.ranks_per_node
+    share, is_told = found.host_limit_bytes * here // on_node, found.machine.sources["host_memory_bytes"] == TOLD
+    if found.job.device != "cpu" and not is_told and share < found.host_bytes <= found.host_limit_bytes:
+        yield (
+            f"this needs {found.host_bytes / GIB:,.2f} GiB of host memory. It fits if the run has all of the node's, "
+            f"not only the {share / GIB:,.0f} GiB of {here} of its {on_node} GPUs; --host_memory GIB tells what it has."
+        )
 
 
 def _uneven(found: Plan) -> Iterator[str]:
@@ -31,7 +52,7 @@ def _uneven(found: Plan) -> Iterator[str]:
         more = plan(replace(found.job, expert_load=UNEVEN), found.machine)
         yield (
             f"experts are counted as evenly loaded. If those of one rank get {UNEVEN:g} times the mean of their group "
-            f"in each layer, it needs {more.peak_bytes / 2**30:,.2f} GiB, and all ranks wait for it: a step takes "
+            f"in each layer, it needs {more.peak_bytes / GIB:,.2f} GiB, and all ranks wait for it: a step takes "
             f"{more.seconds.total / found.seconds.total:.2f} times as long."
         )
 
@@ -63,7 +84,7 @@ def _buckets(job: Job) -> Iterator[str]:
     size, whole = job.zero.reduce_bucket_size, job.model.parameters
     if size * MUCH > whole:
         yield (
-            f"{many} reduce bucket(s) of {size:,} elements take {many * size * job.weight_bytes / 2**30:.2f} GiB, and "
+            f"{many} reduce bucket(s) of {size:,} elements take {many * size * job.weight_bytes / GIB:.2f} GiB, and "
             f"the model has {whole:,} parameters. A reduce_bucket_size of {max(whole // 4, 1_000_000):,} does as well."
         )
 
@@ -93,7 +114,7 @@ def _disk(job: Job) -> Iterator[str]:
     states = 3 * FP32_BYTES * job.model.parameters * share if job.zero.offload_optimizer == "nvme" else 0
     weights = job.weight_bytes * job.model.parameters * share if job.zero.offload_param == "nvme" else 0
     if states or weights:
-        yield f"NVMe offload needs {(states + weights) / 2**30:,.2f} GiB of disk on each node."
+        yield f"NVMe offload needs {(states + weights) / GIB:,.2f} GiB of disk on each node."
 
 
 # Changes
@@ -104,15 +125,34 @@ def mends(found: Plan) -> list[Candidate]:
     return list(islice(_gentlest(found, lambda tried: tried.fits), MOST_MENDS))
 
 
-def ways_out(found: Plan, searched: Found | None) -> list[Candidate]:
-    """The mends of a plan that does not fit. The best layout of a search comes first, and then only those gentle
-    changes that are faster than it."""
+def ways_out(found: Plan, searched: Found | None, run: Run, limits: Limits) -> list[Candidate]:
+    """The mends of a plan of `run` that does not fit. The best layout of a search comes first, and then only those
+    gentle changes that are faster than it. If nothing fits on these ranks, adapters come first."""
     gentle = mends(found)
-    if searched is None or not searched.fitting:
+    if searched is not None and searched.fitting:
+        best = searched.fitting[0]
+        faster = [one for one in gentle if one.samples_per_second > best.samples_per_second]
+        return [_said(best), *faster]
+    if any(one.plan.job.world_size == found.job.world_size for one in gentle):
         return gentle
-    best = searched.fitting[0]
-    faster = [one for one in gentle if one.samples_per_second > best.samples_per_second]
-    return [replace(best, layout=best.words, precision=None), *faster]
+    return [*_adapters(found, run, limits), *gentle]
+
+
+def _adapters(found: Plan, run: Run, limits: Limits) -> Iterator[Candidate]:
+    """The fastest layout with adapters, on weights in 16 and in 4 bits, for a pretrained model."""
+    limits = replace(limits, layouts=[name for name in limits.layouts if name in WITH_ADAPTERS], precisions=())
+    for names in ADAPTERS:
+        is_new = not all(run.value(name) for name in names)
+        if is_new and run.value("model_name_or_path") and run.recipe.flags.keys() >= {*names}:
+            with suppress(RequestError):  # what this run cannot be combined with, is no way out
+                job, _, _ = job_of(run.settled("adapters", **dict.fromkeys(names, True)), found.machine)
+                if fitting := search(job, found.machine, limits).fitting:
+                    flags = " ".join(f"--{name} True" for name in names)
+                    yield _said(fitting[0], f"{flags}, ")
+
+
+def _said(best: Candidate, ahead: str = "") -> Candidate:
+    return Candidate(f"{ahead}{best.words}", best.plan, None)
 
 
 def cheaper(found: Plan) -> list[Candidate]:

@@ -74,7 +74,6 @@ def most_that_fits(
     index, best = found[0]
     asked = ("", True) if limits is None else (best.layout, limits.has_disk)
     flags = flags_of(best.plan.job, *asked, shared_by(smallest))
-    flags += f" --per_device_eval_batch_size {best.plan.job.eval_batch}" if best.plan.job.eval_batch else ""
     flags += f" --{flag} {sizes[index]}" if flag else ""
     beyond = sizes[index + 1] if index + 1 < len(sizes) else None
     return Answer(question, tuple((sizes[index], one) for index, one in found), beyond, flags)
@@ -147,23 +146,13 @@ def smallest_cluster(job: Job, machine: Machine, limits: Limits, steps: int | No
     if speeds:
         why = f"the fastest takes {steps * batch / max(speeds) / 3600:.3g} hours"
     elif tried:
-        why = _nothing_fits(job, machine, limits, numbers[-1])
+        why = "nothing fits"
     else:
         why = f"even at peak speed {_ranks(numbers[-1])} {steps * batch / most(numbers[-1]) / 3600:.3g} hours"
     raise RequestError(
         f"--deadline {hours:g}: no cluster finishes {steps:,} steps of {batch:,} samples in that many hours; {why}. "
         "Allow more time, use a faster GPU, or give a larger --global_batch_size with fewer steps."
     )
-
-
-def _nothing_fits(job: Job, machine: Machine, limits: Limits, ranks: int) -> str:
-    lighter = replace(job, world_size=ranks, ranks_per_node=min(ranks, job.ranks_per_node), eval_batch=1)
-    if job.eval_batch > 1 and _fastest(lighter, machine, limits):
-        return (
-            f"nothing fits with an evaluation batch of {job.eval_batch}: give a smaller --per_device_eval_batch_size "
-            "first"
-        )
-    return "nothing fits"
 
 
 def _fastest(job: Job, machine: Machine, limits: Limits) -> list[Candidate] | None:
@@ -201,8 +190,13 @@ def cost_of(found: Plan, price_per_gpu_hour: float, steps: int | None) -> Cost:
     hours = count * found.seconds.total / 3600
     spent = hours * found.job.world_size
     kwh = spent * found.machine.board_power_watts / 1000 or None
-    error = ON_CPUS if found.machine.device == "cpu" else ON_GPUS
-    return Cost(count, is_told, hours, spent, price_per_gpu_hour, spent * price_per_gpu_hour, kwh, error)
+    price = spent * price_per_gpu_hour
+    return Cost(count, is_told, hours, spent, price_per_gpu_hour, price, kwh, error_of(found.machine))
+
+
+def error_of(machine: Machine) -> str:
+    """How accurate planned times have been, as a sentence without its full stop."""
+    return ON_CPUS if machine.device == "cpu" else ON_GPUS
 
 
 def one_more_of(found: Plan) -> Plan:
@@ -258,6 +252,7 @@ def flags_of(job: Job, layout: str = "", has_disk: bool = False, shared: Sequenc
     they need not."""
     flags = [] if not layout or job.engine == PIPELINE else [f"--deepspeed {layout}"]
     flags += [f"--per_device_train_batch_size {job.micro_batch}", f"--gradient_accumulation_steps {job.accumulation}"]
+    flags += [f"--per_device_eval_batch_size {job.eval_batch}"] if job.eval_batch else []
     flags += [f"--{name} {job.precision == name}" for name in ("bf16", "fp16") if job.precision in (name, "fp32")]
     if job.checkpoint_interval:
         flags.append(f"--activation_checkpoint_interval {job.checkpoint_interval}")

@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -35,6 +36,7 @@ ALIASES |= {"8000": "Quadro-RTX8000", "6000adageneration": "RTX6000-Ada"}
 ALIASES |= dict.fromkeys(
     (f"pro6000blackwell{edition}" for edition in ("", "workstationedition", "serveredition")), "RTX-PRO-6000"
 )
+TOLD, LEAST_HOST_GIB = "--host_memory", 0.1  # the source of what the user tells
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,13 @@ def shipped_machine(name: str) -> Machine:
         f"{name}: there is no such machine.{hint} Known machines: {', '.join(machine_names())}; or give the path of a "
         f".json file that `finetune plan --calibrate` wrote."
     )
+
+
+def with_host_memory(machine: Machine, gib: float) -> Machine:
+    """With the host memory of each node as the user tells it. Raises RequestError."""
+    if not LEAST_HOST_GIB <= gib < math.inf:
+        raise RequestError(f"--host_memory is {gib:g}, but it must be a number of GiB, {LEAST_HOST_GIB} or more.")
+    return replace(machine, host_memory_bytes=int(gib * 2**30), sources=machine.sources | {"host_memory_bytes": TOLD})
 
 
 MOST_BYTES = 2**20  # profiles are about 3 KiB

@@ -79,12 +79,12 @@ def small(run: Run, question: str | None = None) -> Run:
 
 
 def allowed(run: Run, limits: Limits, layouts_said: bool, as_asked: bool) -> Limits | None:
-    """The layouts to search; None if the run fixes one. NVMe offload is opt-in: it is slow and needs a fast disk."""
+    """The layouts to search; None if the run fixes one."""
     asked = any(name in run.given for name in FIXING)
     if as_asked or (asked and not layouts_said):
         return None
-    left_out = (PIPELINE,) if layouts_said or run.value("nvme_path") else (PIPELINE, "zero3_nvme")
-    if not (layouts := [name for name in limits.layouts if name not in left_out]):
+    limits = limits if layouts_said else limits.opted_in
+    if not (layouts := [name for name in limits.layouts if name != PIPELINE]):
         raise RequestError(f"--layouts {PIPELINE}: questions do not search pipelines. Give --{ENGINE_FLAG} N instead.")
     return replace(limits, layouts=layouts)
 

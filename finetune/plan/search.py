@@ -29,7 +29,7 @@ CHECKPOINT_INTERVALS = (0, 1)  # none, or every layer
 MOST_STAGES = 16
 MOST_RANKS = 4096  # the limit of curves and of proposed numbers of ranks
 SHOWN = 12  # of the fastest, besides the fastest of each layout
-TRAINER_ALONE = "none"
+TRAINER_ALONE, NVME = "none", "zero3_nvme"
 NOT_SHARED = (TRAINER_ALONE, "zeropp", "pipeline")  # layouts without shared texts and tiled MLPs
 EXPERT_PARALLEL = ("zero1", "zero2", "zero2_offload")  # layouts with expert parallelism
 NOT_EVERYWHERE = (
@@ -47,7 +47,7 @@ LAYOUTS = (
     "pipeline",
     "zero2_offload",
     "zero3_offload",
-    "zero3_nvme",
+    NVME,
 )
 
 
@@ -60,6 +60,7 @@ class Candidate:
     why_not: str | None
     measured: float | None = None  # samples per second of a real run
     precision: str | None = None  # if it differs from the job's
+    eval_batch: int | None = None  # likewise
 
     @property
     def samples_per_second(self) -> float:
@@ -79,6 +80,8 @@ class Candidate:
             parts.append(f"accumulation {job.accumulation}")
         if job.checkpoint_interval:
             parts.append("checkpointing")
+        if self.eval_batch and self.why_not is None:
+            parts.append(f"evaluation batch {self.eval_batch}")
         if job.stages > 1:
             parts.append(f"{job.stages} stages")
         sizes = {"text": job.sequence_parallel_size, "set of experts": job.expert_parallel_size}
@@ -96,6 +99,11 @@ class Limits:
     accumulation: int = 1
     precisions: Sequence[str] = ()
     has_disk: bool = False
+
+    @property
+    def opted_in(self) -> Limits:
+        """Without NVMe offload, unless the run names a folder for it: it is slow, and needs a fast disk."""
+        return self if self.has_disk else replace(self, layouts=[name for name in self.layouts if name != NVME])
 
 
 @dataclass(frozen=True)
@@ -118,10 +126,11 @@ def search(job: Job, machine: Machine, limits: Limits) -> Found:
     tried = [found for kind in kinds for found in bases(replace(job, precision=kind), machine, limits)]
     for layout, base in tried:
         options = list(_batches(base, limits, job.micro_batch))
-        good = options[: bisect_left(options, True, key=lambda one: fullness(one, machine) > 1)]  # they grow
+        count = bisect_left(options, True, key=lambda one: fullness(_spared(one, machine), machine) > 1)
+        good = [_spared(one, machine) for one in options[:count]]  # they grow
         seen += len(options)
         if options and not good:
-            failing.append((layout, options[0]))
+            failing.append((layout, _spared(options[0], machine)))
         fitting += [(plan_seconds(one, machine).samples_per_second, layout, one) for one in good]
     if not tried:
         raise RequestError(
@@ -138,9 +147,18 @@ def search(job: Job, machine: Machine, limits: Limits) -> Found:
     return Found(tuple(best), tuple(others), seen)
 
 
+def _spared(job: Job, machine: Machine) -> Job:
+    """If the evaluation batch may be what does not fit, the job with one no larger than the micro-batch: training
+    does not depend on it."""
+    if job.eval_batch <= job.micro_batch or fullness(job, machine) <= 1:
+        return job
+    return replace(job, eval_batch=job.micro_batch)
+
+
 def _candidate(layout: str, found: Plan, job: Job) -> Candidate:
-    other = found.job.precision if found.job.precision != job.precision else None
-    return Candidate(layout, found, _why_not(found), precision=other)
+    precision = found.job.precision if found.job.precision != job.precision else None
+    eval_batch = found.job.eval_batch if found.job.eval_batch != job.eval_batch else None
+    return Candidate(layout, found, _why_not(found), precision=precision, eval_batch=eval_batch)
 
 
 def _precisions(job: Job, machine: Machine, limits: Limits) -> list[str]:

@@ -11,6 +11,7 @@ from finetune.report.plan_words import (
     EP,
     SP,
     fills_host,
+    fits_with,
     headline,
     in_order,
     moment_words,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 AS_FAST = 1e-3  # plans are not more precise than this
 LAYOUT, MICRO, ACCUMULATION, CHECKPOINTING, STAGES = "layout", "micro", "accum", "ckpt", "stages"
+EVAL = "eval batch"
 PEAK, OF_LIMIT, STEP, RATE, RELATIVE = "peak GiB", "of limit", "step s", "samples/s", "relative"
 WHY = "why slower, per sample"
 
@@ -39,8 +41,7 @@ def show(console: Console, plan: Plan, found: Found | None = None, mends: Sequen
     """Print everything. `mends`: candidates that would fit, if the plan does not."""
     say(console, verdict(plan), "bold green" if plan.fits else "bold red")
     for mend in mends:
-        peak, rate = gib(mend.plan.peak_bytes), number(mend.samples_per_second)
-        say(console, f"  fits with {mend.layout}: {peak} GiB, {rate} samples/s")
+        say(console, f"  {fits_with(mend)}")
     say(console, headline(plan))
     table, left_out = memory_table_that_fits(plan, console.width)
     print_table(console, table)
@@ -150,7 +151,7 @@ def layout_table(plan: Plan, found: Found) -> Table:
     for place, one in enumerate(found.fitting, 1):
         job, peak = one.plan.job, one.plan.peak_bytes
         rows.append((
-            str(place), one.name, str(job.micro_batch), str(job.accumulation),
+            str(place), one.name, str(job.micro_batch), str(job.accumulation), str(job.eval_batch),
             "yes" if job.checkpoint_interval else "no",
             str(job.stages), str(job.sequence_parallel_size), str(job.expert_parallel_size),
             gib(peak), f"{peak / plan.limit_bytes:.0%}",
@@ -158,11 +159,12 @@ def layout_table(plan: Plan, found: Found) -> Table:
             number(one.samples_per_second), f"{one.samples_per_second / best.samples_per_second:.2f}x",
             _why(best, one),
         ))  # fmt: skip
-    columns = ("#", LAYOUT, MICRO, ACCUMULATION, CHECKPOINTING, STAGES, SP, EP, PEAK, OF_LIMIT, STEP,
-               RATE, RELATIVE, WHY)  # fmt: skip
+    columns = ("#", LAYOUT, MICRO, ACCUMULATION, EVAL, CHECKPOINTING, STAGES, SP, EP, PEAK, OF_LIMIT,
+               STEP, RATE, RELATIVE, WHY)  # fmt: skip
     title = f"Layouts that fit into {gib(plan.limit_bytes)} GiB per rank, fastest first"
     table = Table(title, columns, tuple(rows), expendable=(OF_LIMIT, WHY, STEP), texts=(LAYOUT, WHY), folding=(WHY,))
-    return table.unusual({ACCUMULATION: "1", CHECKPOINTING: "no", STAGES: "1", SP: "1", EP: "1"})
+    asked = str(plan.job.eval_batch)
+    return table.unusual({ACCUMULATION: "1", EVAL: asked, CHECKPOINTING: "no", STAGES: "1", SP: "1", EP: "1"})
 
 
 def _why(best: Candidate, other: Candidate) -> str:

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from finetune.errors import plain
-from finetune.plan.answers import AS_ASKED, speedup_of
+from finetune.plan.answers import AS_ASKED, error_of, speedup_of
 from finetune.plan.engines.resident import BUCKETS, GATHERED, GRADIENTS, MASTERS, PARAMETERS, PIPE, STATES
 from finetune.plan.job import FSDP, PIPELINE, TRAINER
 from finetune.plan.memory import BATCH, BUFFERS, COPIED, SAVED, WORKSPACE
@@ -91,6 +91,13 @@ def _training_words(plan: Plan) -> str:
     return f" The peak is in evaluation, with a batch of {plan.job.eval_batch}; training peaks at {gib(training)} GiB."
 
 
+def fits_with(way_out: Candidate) -> str:
+    plan = way_out.plan
+    on_host = f", {gib(plan.host_bytes)} GiB of host memory per node" if fills_host(plan) else ""
+    rate = number(way_out.samples_per_second)
+    return f"fits with {way_out.layout}: {gib(plan.peak_bytes)} GiB{on_host}, {rate} samples/s"
+
+
 def engine_words(plan: Plan) -> str:
     job = plan.job
     if job.engine == PIPELINE:
@@ -164,12 +171,16 @@ def answer_line(answer: Answer) -> str:
     best, plan, (found, beyond, end) = answer.options[0][1], answer.plan, WORDS[answer.question]
     device, host, speed = _cells(best)[-3:]
     parameters = f"{count_words(plan.job.model.parameters)} parameters"
-    hours = "" if answer.hours is None else f" in {number(answer.hours)} hours"
+    if answer.hours is None:
+        hours, margin = "", ""
+    else:
+        hours = f" in {number(answer.hours)} hours, {plan.job.global_batch:,} samples per step"
+        margin = f" These are planned hours, for the training steps only: {error_of(plan.machine)}."
     spared = " Activation checkpointing was not tried." * (best.layout == AS_ASKED and not plan.job.checkpoint_interval)
     return (
         f"{found.format(_said(answer.found))}{hours} ({best.words}; {parameters}): {device} of {gib(plan.limit_bytes)} "
         f"GiB, {host} of {gib(plan.host_limit_bytes)} GiB on each host, {speed}. "
-        f"{end if answer.next is None else beyond.format(_said(answer.next))}.{spared}"
+        f"{end if answer.next is None else beyond.format(_said(answer.next))}.{spared}{margin}"
     )
 
 

@@ -102,6 +102,62 @@ def test_what_does_not_fit_says_what_would_help(capsys: pytest.CaptureFixture[st
     assert "zero3" in said
 
 
+@pytest.mark.parametrize(
+    ("gpu", "flags", "proposed"),
+    [
+        ("RTX3090", (), ["--use_peft True", "--use_peft True --load_in_4bit True"]),
+        ("RTX3080", (), ["--use_peft True --load_in_4bit True"]),
+        ("RTX3080", ("--use_peft", "True", "--layouts", "none"), ["--use_peft True --load_in_4bit True"]),
+        ("RTX3080", ("--layouts", "zero2_offload"), []),  # adapters are not searched with offload
+        ("RTX3080", ("--use_peft", "True", "--load_in_4bit", "True", "--block_size", "8192"), []),
+    ],
+)
+def test_a_model_that_fits_no_layout_is_proposed_with_adapters(
+    gpu: str, flags: tuple[str, ...], proposed: list[str], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "300")
+    main(["plan", "Qwen2.5-7B", "--gpu", gpu, "--gpus_per_node", "1", "--host_memory", "32", *flags])
+    lines = [line.removeprefix("  fits with ") for line in capsys.readouterr().out.splitlines()]
+    assert [line.partition(",")[0] for line in lines if line.startswith("--use_peft")] == proposed
+
+
+def test_adapters_that_are_proposed_fit_as_proposed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    words = ["Llama-3.1-8B", "--gpu", "RTX4090", "--gpus_per_node", "1"]
+    assert main(["plan", *words]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (said,) = (re.search(r"load_in_4bit True, (\w+), micro-batch (\d+), accumulation (\d+): ([\d.]+) GiB", line)
+               for line in lines if "--load_in_4bit" in line)  # fmt: skip
+    assert said is not None
+    layout, micro, steps, size = said.groups()
+    flags = ["--use_peft", "True", "--load_in_4bit", "True", "--deepspeed", layout]
+    flags += ["--per_device_train_batch_size", micro, "--gradient_accumulation_steps", steps]
+    found = planned(capsys, *words, *flags, "--no_search")
+    assert found["fits"]
+    assert found["ranks"][0]["peak"]["bytes"] / 2**30 == pytest.approx(float(size), abs=0.01)
+
+
+def test_host_memory_is_the_profiles_or_what_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of one GPU of eight, a note says that the plan counts on more than its share."""
+    words = ("Llama-2-13b", "--gpu", "A100-80GB", "--gpus_per_node", "1", "--deepspeed", "zero3_offload",
+             "--per_device_train_batch_size", "1", "--no_search")  # fmt: skip
+    share = "not only the 256 GiB of 1 of its 8 GPUs"
+    larger = planned(capsys, "Llama-2-70b", *words[1:])
+    assert larger["fits"]
+    assert any(share in note for note in larger["notes"])
+    smaller = planned(capsys, *words)
+    told = planned(capsys, *words, "--host_memory", "200")
+    assert (smaller["fits"], told["fits"]) == (True, False)
+    assert smaller["ranks"] == told["ranks"]
+    assert not any("--host_memory" in note for note in told["notes"])
+    enough = planned(capsys, "Llama-2-70b", *words[1:], "--host_memory", "2048")
+    assert enough["fits"]
+    assert not any("--host_memory" in note for note in enough["notes"])
+
+
 def test_an_unknown_family_is_planned_by_its_parameters_a_layer(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -213,6 +269,8 @@ def test_a_flag_takes_several_values_as_in_a_recipe(capsys: pytest.CaptureFixtur
         (["gpt2", "--price_per_gpu_hour", "nan", "--verify"], "--price_per_gpu_hour is nan"),
         (["gpt2", "--price_per_gpu_hour", "2", "--verify"], "--price_per_gpu_hour cannot be combined with --verify"),
         (["gpt2", "--deadline", "0"], "--deadline is 0"),
+        (["gpt2", "--host_memory", "0"], "--host_memory is 0, but it must be a number of GiB, 0.1 or more"),
+        (["gpt2", "--host_memory", "nan"], "--host_memory is nan"),
         (["gpt2", "--deadline", "2"], "--deadline: the number of steps depends on the data.*Give --max_steps"),
         (
             ["gpt2", "--deadline", "2", "--max_steps", "9", "--nodes", "2"],
@@ -476,8 +534,10 @@ def test_the_advice_of_a_run_out_of_memory_is_the_plan_of_its_record(
 ) -> None:
     """In a run's own process, whose environment `start` has changed for the libraries."""
     from finetune.run.launch import read_launch
+    from finetune.training.guards import memory
     from finetune.training.guards.memory import advice
 
+    monkeypatch.setattr(memory, "_host_limits", lambda: (2**40, memory.NO_LIMIT, memory.NO_LIMIT))
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
@@ -488,6 +548,25 @@ def test_the_advice_of_a_run_out_of_memory_is_the_plan_of_its_record(
     launch = read_launch()
     monkeypatch.setenv("WORLD_SIZE", "no number")
     assert advice(tmp_path, launch) == said
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        (2**40, r"The cheapest changes: (?!zero3_nvme).*\(\d"),  # it should have fitted
+        (8 * 2**30, r"This would fit: \w+, micro-batch \d+.*\([0-7]\.\d+ GiB, [\d.]+ times the time per sample\)"),
+        (2**28, "Nothing that was tried fits, but this takes less: "),
+    ],
+)
+def test_the_advice_of_a_run_out_of_memory_is_what_fits_into_the_memory_that_is_here(
+    host: int, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from finetune.training.guards import memory
+
+    monkeypatch.setattr(memory, "_host_limits", lambda: (host, memory.NO_LIMIT, memory.NO_LIMIT))
+    words = ("recipe: seq_cls", "model_size: base", "per_device_train_batch_size: 64", "max_seq_length: 512")
+    (tmp_path / "recipe.yaml").write_text("\n".join(words))
+    assert re.search(said, memory.advice(tmp_path)), memory.advice(tmp_path)
 
 
 LORA_24GB = "recipes/configs/lora_24gb.yaml"
@@ -546,7 +625,7 @@ def test_what_is_said_to_fit_is_no_slower_than_any_layout_of_the_table(
     rates = [one["samples_per_second"] for one in planned(capsys, *words)["layouts"] if one["why_not"] is None]
     main(["plan", *words])
     said = " ".join(capsys.readouterr().out.split())
-    first = re.search(r"too much\. fits with [^:]+: [\d.,]+ GiB, ([\d.,]+) samples/s", said)
+    first = re.search(r"too much\. fits with [^:]+: [\d.,]+ GiB.*?, ([\d.,]+) samples/s", said)
     assert first is not None, said
     assert float(first[1].replace(",", "")) >= 0.999 * max(rates)
 
@@ -808,7 +887,9 @@ def test_an_answer_comes_first_in_one_line(capsys: pytest.CaptureFixture[str], m
     words = ["plan", "gpt2", "--gpu", "A100-80GB", "--max_steps", "20000"]
     assert main([*words, "--deadline", "3", "--layouts", "zero1", "--price_per_gpu_hour", "2"]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert re.match(r"The smallest cluster for the deadline: \d+ rank\(s\) in [\d.]+ hours \(zero1", said[0])
+    assert re.match(
+        r"The smallest cluster for the deadline: \d+ rank\(s\) in [\d.]+ hours, 128 samples per step \(zero1", said[0]
+    )
     assert any(line.startswith("20,000 steps cost about ") for line in said)
     assert main([*words, "--no_search"]) == 0
     assert capsys.readouterr().out.startswith("It fits: ")

@@ -15,7 +15,7 @@ from finetune.plan.model import model_of
 from finetune.plan.named import find_model_config
 from finetune.plan.plan import plan
 from finetune.plan.search import Limits, laid_out, search
-from finetune.report.plan_words import cost_line, one_more_line
+from finetune.report.plan_words import answer_line, cost_line, one_more_line
 
 A100 = find_machine("A100-80GB")
 GPT2 = model_of(find_model_config("gpt2"))
@@ -109,10 +109,18 @@ def test_the_smallest_cluster_meets_the_deadline_and_no_smaller_one_does() -> No
     with pytest.raises(RequestError, match="the fastest takes"):
         smallest_cluster(job, A100, limits, steps, 0.7 * hours(64))
     large = replace(job, eval_batch=100_000)
-    with pytest.raises(RequestError, match=r"nothing fits with an evaluation batch of 100000: give a smaller --per"):
-        smallest_cluster(large, A100, limits, steps, least)
+    spared = smallest_cluster(large, A100, limits, steps, least)  # its evaluation would fit nowhere
+    assert spared.found == 4
+    assert spared.plan.job.eval_batch == spared.plan.job.micro_batch
+    assert f"--per_device_eval_batch_size {spared.plan.job.micro_batch}" in spared.flags
     with pytest.raises(RequestError, match="a batch of 6 cannot be divided among groups of 4 ranks on nodes of 8"):
         smallest_cluster(replace(job, expert_parallel_size=4), A100, Limits(6, ("zero2",)), steps, least)
+
+
+def test_the_answer_to_a_deadline_names_the_batch_and_how_wrong_planned_hours_have_been() -> None:
+    said = answer_line(smallest_cluster(JOB, A100, Limits(32, ("none",)), 1000, 2))
+    assert "32 samples per step" in said
+    assert said.endswith(f"These are planned hours, for the training steps only: {ON_GPUS}.")
 
 
 def test_one_rank_of_a_cpu_has_all_its_cores_and_may_be_fast_enough() -> None:

@@ -347,6 +347,6 @@ def test_every_kind_of_a_peak_adds_up() -> None:
 
 
 def test_a_plan_is_plain_json() -> None:
-    from finetune.commands.plan import _job
+    from finetune.report.plan_json import _job
 
     assert json.loads(json.dumps(_job(job("gpt2", 2, 1, 8))))["zero"]["stage"] == 2

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from finetune.plan.advice import mends
+from finetune.plan.answers import flags_of
 from finetune.plan.job import DEEPSPEED, Job
 from finetune.plan.machine import find_machine
 from finetune.plan.model import model_of
@@ -31,14 +32,26 @@ def test_the_table_has_the_figures_of_the_plan_of_the_same_job(layout: str, eval
     assert (same.peak_bytes, same.host_bytes, same.seconds) == (asked.peak_bytes, asked.host_bytes, asked.seconds)
 
 
-def test_what_fails_in_an_evaluation_alone_does_not_fit_and_a_smaller_one_is_the_first_mend() -> None:
+def test_what_fails_in_an_evaluation_alone_does_not_fit_and_is_proposed_with_a_smaller_one() -> None:
     small = replace(A100, memory_bytes=6 * GIB)
     job = Job(GPT2, micro_batch=1, tokens=512, eval_batch=64, precision="bf16", engine=DEEPSPEED)
     asked = plan(job, small)
     assert not asked.fits
     assert plan(replace(job, eval_batch=1), small).fits
-    assert not search(job, small, Limits(1, ("zero2",))).fitting
+    proposed = search(job, small, Limits(1, ("zero2",))).fitting[0]
+    assert (proposed.plan.job.micro_batch, proposed.plan.job.eval_batch) == (1, 1)
+    assert proposed.plan.fits
+    assert "evaluation batch 1" in proposed.words
+    assert "--per_device_eval_batch_size 1" in flags_of(proposed.plan.job)
     mend = mends(asked)[0]
     assert mend.layout.startswith("an evaluation batch of ")
     assert mend.plan.fits
     assert not plan(replace(job, eval_batch=2 * mend.plan.job.eval_batch), small).fits
+
+
+def test_an_evaluation_batch_that_fits_is_kept() -> None:
+    job = Job(GPT2, micro_batch=1, tokens=512, eval_batch=16, precision="bf16")
+    found = search(job, A100, Limits(8))
+    assert len(found.fitting) > 8
+    assert {one.plan.job.eval_batch for one in found.fitting} == {16}
+    assert not any("evaluation batch" in one.words for one in found.fitting)

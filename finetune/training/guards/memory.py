@@ -7,22 +7,26 @@ import os
 import resource
 import traceback
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from finetune.errors import FinetuneError, RunError
 from finetune.host.hardware import memory_granted, own_group
-from finetune.plan.advice import cheaper
+from finetune.plan.advice import cheaper, ways_out
 from finetune.plan.from_run import job_of
-from finetune.plan.machine import find_machine
+from finetune.plan.job import PIPELINE
+from finetune.plan.machine import Machine, find_machine
 from finetune.plan.plan import plan
 from finetune.plan.run_model import run_of_record
+from finetune.plan.search import LAYOUTS, Limits, search
 from finetune.run.files import RUN_RECORD
 from finetune.run.launch import Launch, own_rank, read_launch
 from finetune.training.speed import peak_rss_bytes
 
 GIB = 2**30
+NO_LIMIT = 2**62
 # From torch/c10/core/impl/alloc_cpu.cpp and the caching allocators of 2.13; DeepSpeed and numpy pass them on.
 WORDS = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
 
@@ -44,39 +48,69 @@ def out_of_memory(error: BaseException, folder: Path, launch: Launch | None = No
 
 def _measured() -> str:
     if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        own, peak = torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated()
-        others = total - free - own
+        total, held, others = _device_bytes()
+        peak = torch.cuda.max_memory_allocated()
         return (
-            f"Measured: tensors took at most {peak / GIB:.2f} GiB; this process holds {own / GIB:.2f} of the device's "
+            f"Measured: tensors took at most {peak / GIB:.2f} GiB; this process holds {held / GIB:.2f} of the device's "
             f"{total / GIB:.2f} GiB, others {others / GIB:.2f}."
         )
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    bound = f"; its address space is limited to {limit / GIB:.2f} GiB (ulimit -v)" if limit > 0 else ""
-    if groups := memory_granted():
-        bound += f"; its cgroup to {min(group.bytes for group in groups) / GIB:.2f} GiB"
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    memory, space, group = _host_limits()
+    bound = f"; its address space is limited to {space / GIB:.2f} GiB (ulimit -v)" if space < NO_LIMIT else ""
+    bound += f"; its cgroup to {group / GIB:.2f} GiB" if group < NO_LIMIT else ""
     own = f"this process took at most {peak_rss_bytes() / GIB:.2f} GiB (everything included)"
-    return f"Measured: {own}, of the machine's {memory:.2f} GiB{bound}."
+    return f"Measured: {own}, of the machine's {memory / GIB:.2f} GiB{bound}."
+
+
+def _device_bytes() -> tuple[int, int, int]:
+    """All of the GPU, what this process's allocator holds of it, and what others hold, with this process's context."""
+    free, total = torch.cuda.mem_get_info()
+    own = torch.cuda.memory_reserved()
+    return total, own, total - free - own
+
+
+def _host_limits() -> tuple[int, int, int]:
+    """Bytes of the machine, of this process's address space, and of its cgroup."""
+    space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    group = min((group.bytes for group in memory_granted()), default=NO_LIMIT)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), space if space > 0 else NO_LIMIT, group
+
+
+def _machine_here() -> Machine:
+    """The profile of this device, with the memory that this process can have. Raises RequestError."""
+    physical, space, group = _host_limits()
+    host = min(physical, group)
+    if not torch.cuda.is_available():
+        return replace(find_machine("cpu"), memory_bytes=min(host, space), host_memory_bytes=host)
+    machine, (total, _, others) = find_machine(torch.cuda.get_device_name()), _device_bytes()
+    left = total - max(0, others - machine.context_bytes)
+    return replace(machine, memory_bytes=left, host_memory_bytes=host)
 
 
 def advice(folder: Path, launch: Launch | None = None) -> str:
-    """The plan for a run's recipe.yaml: the peak of the fullest rank, and the three cheapest changes that lower it.
-    Without `launch` it is read from the environment, which `start` may have changed for the libraries."""
+    """The plan for a run's recipe.yaml: the peak of the fullest rank, and what would fit here; or, if the run should
+    have fitted, the three cheapest changes that lower its peak. Without `launch` it is read from the environment, which
+    `start` may have changed for the libraries."""
     where = f"`finetune plan {folder / RUN_RECORD}` shows what uses it."
     try:
-        machine = find_machine(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
-        job, _, _ = job_of(run_of_record(folder, launch or read_launch()), machine)
+        run, machine = run_of_record(folder, launch or read_launch()), _machine_here()
+        job, _, _ = job_of(run, machine)
         found = plan(job, machine)
+        layouts = [name for name in LAYOUTS if name != PIPELINE]
+        limits = Limits(job.global_batch, layouts, job.accumulation, has_disk=bool(run.value("nvme_path"))).opted_in
+        fitting = [] if found.fits else ways_out(found, search(job, machine, limits), run, limits)
     except (FinetuneError, OSError) as error:
         return f"No plan could be made: {error} Smaller micro-batches or --deepspeed zero3 take less."
     changes = "; ".join(
-        f"{one.layout} ({one.plan.peak_bytes / GIB:.2f} GiB, {one.plan.seconds.total / found.seconds.total:.2f} times "
-        "the time)"
-        for one in cheaper(found)
+        f"{one.layout} ({one.plan.peak_bytes / GIB:.2f} GiB, "
+        f"{found.seconds.samples_per_second / one.samples_per_second:.2f} times the time per sample)"
+        for one in fitting or cheaper(found)
     )
     text = f"Planned: {found.peak_bytes / GIB:.2f} GiB of tensors on the fullest rank. "
-    return text + (f"The cheapest changes: {changes}. " if changes else "No known change lowers it. ") + where
+    if fitting:
+        said = "This would fit"
+    else:
+        said = "The cheapest changes" if found.fits else "Nothing that was tried fits, but this takes less"
+    return text + (f"{said}: {changes}. " if changes else "No known change lowers it. ") + where
 
 
 def oom_kills() -> int:
