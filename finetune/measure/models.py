@@ -49,7 +49,7 @@ def on_meta(config: dict[str, Any], head: str, how: dict[str, Any], window: int 
         made.decoder_start_token_id = 0
     trusts = {"trust_remote_code": True} if "auto_map" in config else {}
     with torch.device("meta"):
-        model = _built(made, head, **how, **trusts)
+        model = as_loaded(_built(made, head, **how, **trusts), config)
     for module in model.modules():
         for name, one in module.named_parameters(recurse=False):
             if not one.is_meta:  # XLNet's FloatTensor
@@ -77,7 +77,16 @@ def build(values: dict[str, Any], head: str, attention: str, dtype: torch.dtype 
     chosen = {} if dtype is None else {"dtype": dtype}
     chosen |= {} if attention == "sdpa" else {"attn_implementation": attention}
     config = config_of(values)
-    return class_of(head, config).from_config(config, **chosen)
+    return as_loaded(class_of(head, config).from_config(config, **chosen), values)
+
+
+def as_loaded(model: Any, values: dict[str, Any]) -> Any:
+    """T5's config class ties all models' embeddings, whatever their file says. Loading nevertheless leaves two weights
+    apart that a file has both of (transformers 5.23, configuration_t5.py; modeling_utils.py, tie_weights)."""
+    head = model.get_output_embeddings()
+    if values.get("tie_word_embeddings") is False and head and head.weight is model.get_input_embeddings().weight:
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    return model
 
 
 def build_adapted(values: dict[str, Any], head: str, attention: str, adapter: str) -> tuple[Any, Any]:

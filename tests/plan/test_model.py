@@ -23,6 +23,7 @@ from transformers import (
 import finetune.models.gptlite
 import finetune.models.mlp  # noqa: F401 - they register their models
 from finetune.errors import RequestError
+from finetune.measure.models import as_loaded
 from finetune.plan.model import KINDS, model_of, read_config
 
 SMALL = {
@@ -101,7 +102,7 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
 def test_every_tensor_is_that_of_the_real_model(family: str, auto: Any, values: dict[str, Any], tmp_path: Path) -> None:
     how = {} if family == "resnet" else {"dtype": torch.bfloat16}  # as models are traced: it is that of one buffer
     with torch.device("meta"):
-        real = auto.from_config(CONFIG_MAPPING[family](**values), **how)
+        real = as_loaded(auto.from_config(CONFIG_MAPPING[family](**values), **how), values)
     real.config.architectures = [type(real).__name__]
     real.config.save_pretrained(tmp_path)
     found = model_of(read_config(tmp_path))
@@ -113,6 +114,22 @@ def test_every_tensor_is_that_of_the_real_model(family: str, auto: Any, values: 
     assert {buffer.name: (buffer.shape, buffer.bytes_each) for buffer in found.buffers} == {
         name: (tuple(buffer.shape), buffer.element_size()) for name, buffer in real.named_buffers()
     }
+
+
+def test_a_head_of_its_own_is_planned_as_it_is_loaded(tmp_path: Path) -> None:
+    """Of T5 1.1, whose published config says that it is not tied, and which transformers saves as tied."""
+    config = CONFIG_MAPPING["t5"](**T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+    own = AutoModelForSeq2SeqLM.from_config(config)
+    own.lm_head.weight = torch.nn.Parameter(torch.randn_like(own.lm_head.weight))
+    own.save_pretrained(tmp_path)
+    saved = read_config(tmp_path)
+    published = {key: one for key, one in saved.items() if key != "scale_decoder_outputs"}
+    for one in (saved, {**published, "tie_word_embeddings": False}):
+        (tmp_path / "config.json").write_text(json.dumps(one))
+        loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+        assert loaded.lm_head.weight is not loaded.shared.weight
+        planned = model_of(read_config(tmp_path))
+        assert planned.parameters == sum(parameter.numel() for parameter in loaded.parameters())
 
 
 def test_every_family_has_a_case() -> None:
