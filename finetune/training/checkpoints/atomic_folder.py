@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from finetune.errors import RunError
+from finetune.run.launch import read_launch
 from finetune.training.checkpoints.lock import keep_locked
 from finetune.training.checkpoints.manifest import FileRecord, files_of, shares
 from finetune.training.checkpoints.writing import (
@@ -45,20 +47,24 @@ class Handed(Protocol):
 
 class AtomicFolder:
     """All ranks write one folder: after `with AtomicFolder(place, about) as folder` it is flushed to disk with its
-    manifest, or does not exist. Without `about` it gets no manifest. With `beside` it appears later.
+    manifest, or does not exist. Without `about` it gets no manifest. With `beside` it appears later. `ahead` is what
+    rank 0 does first; if it raises, nothing is made.
 
     Files are written to `unfinished-NAME/NAME`, so that libraries that choose the last path component can be used.
     """
 
-    def __init__(self, place: Path, about: About | None, beside: Handed | None = None) -> None:
-        self.place, self.about, self.beside = place, about, beside
+    def __init__(
+        self, place: Path, about: About | None, beside: Handed | None = None, ahead: Callable[[], object] | None = None
+    ) -> None:
+        self.place, self.about, self.beside, self.ahead = place, about, beside, ahead
         self.outer, self.folder = outer_of(place), folder_of(place)
         self.records: dict[str, FileRecord] = {}
 
     def __enter__(self) -> Path:
         with explained(self.place):
             by_first(self._make)
-            together(self._see)
+            if read_launch().local_world_size < ranks():
+                together(self._see)
             if self.beside is not None:
                 self.beside.begin(self.place)
         return self.folder
@@ -91,6 +97,8 @@ class AtomicFolder:
         return {name: size for name, size in files_of(self.folder)[0].items() if name not in later}
 
     def _make(self) -> None:
+        if self.ahead is not None:
+            self.ahead()
         keep_locked(self.place.parent)
         shutil.rmtree(self.outer, ignore_errors=True)
         self.folder.mkdir(parents=True)

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,18 +25,18 @@ from finetune.training.checkpoints.final import note_place_of_best
 from finetune.training.checkpoints.manifest import Layout
 from finetune.training.checkpoints.obstacles import lacking, obstacle
 from finetune.training.checkpoints.rotation import Keeper
-from finetune.training.checkpoints.space import check_space
+from finetune.training.checkpoints.space import check_space, refuse_full_disk
 from finetune.training.checkpoints.writer_process import Job
 from finetune.training.checkpoints.writing import (
     About,
     by_first,
     every,
     explained,
+    gathered,
     leads,
     outer_of,
     rank,
     ranks,
-    together,
 )
 
 NOTED_SECONDS = 1.0  # that a save waits for the one before it: from here on the run says so
@@ -83,9 +84,9 @@ class Saves:
         size, layout = trainer.global_batch_size, self.saved.layout
         about = About(state.global_step, state.epoch, size, layout, trainer.identity)
         self.beside.settle(place.name)
-        self.check_space(f"step {about.step}")
         beside = self.beside.of(about)
-        with (whole := AtomicFolder(place, about, beside)) as folder:
+        has_room = partial(refuse_full_disk, place.parent, self.expected_bytes(), f"step {about.step}")
+        with (whole := AtomicFolder(place, about, beside, has_room)) as folder:
             write(folder)
             written = state.best_model_checkpoint
             note_place_of_best(state, place)
@@ -203,8 +204,9 @@ class SavesBeside(TrainerCallback):
         began = time.monotonic()
         with explained(place):
             try:
-                together(lambda: writer.wait(whole=False))
-                report = by_first(lambda: writer.wait(whole=True))
+                report = gathered(lambda: writer.wait(whole=False))[0]
+                if not report.is_whole:
+                    report = by_first(lambda: writer.wait(whole=True))
             except BaseException:
                 self.close()
                 raise
@@ -212,7 +214,6 @@ class SavesBeside(TrainerCallback):
         if because and waited > NOTED_SECONDS:
             said = f"{because} waited {waited:.1f} s for {place.name} to be written."
             self._say_once("waited", f"{said} Save less often, or on a faster disk.")
-        assert report is not None
         self.saves.saved_bytes = report.bytes
         if leads():
             self.saves.keeper.trusted = report.trusted

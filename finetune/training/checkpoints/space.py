@@ -95,10 +95,10 @@ def states_bytes(optim: str, has_momentum: bool = False) -> int:
 
 def check_space(run_folder: Path, needed: int, when: str) -> None:
     """Raises RunError on all ranks if there is too little room. All ranks must call it; rank 0 checks."""
-    by_first(lambda: _check(run_folder, needed, when))
+    by_first(lambda: refuse_full_disk(run_folder, needed, when))
 
 
-def _check(run_folder: Path, needed: int, when: str) -> None:
+def refuse_full_disk(run_folder: Path, needed: int, when: str) -> None:
     there = next(place for place in (run_folder, *run_folder.absolute().parents) if place.exists())
     disk = shutil.disk_usage(there)
     if disk.total == 0:  # some network and user-space file systems do not say

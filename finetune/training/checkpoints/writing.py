@@ -200,18 +200,25 @@ def flush(path: Path) -> None:
 
 def together(do: Callable[[], T]) -> T:
     """Each rank does its part. If some fail, each of those raises its own error, and the others raise the first one."""
+    result: list[T] = []
+    gathered(lambda: result.append(do()))
+    return result[0]
+
+
+def gathered(do: Callable[[], T]) -> list[T]:
+    """Like `together`, with the results of all ranks."""
     result, error = None, None
     try:
         result = do()
     except Exception as met:
         error = met
-    met_by = [said for said in every(_in_words(error)) if said is not None]
+    told = every((result, _in_words(error)))
     if error is not None:
         raise error
-    if met_by:
-        kind, said = met_by[0]
-        raise kind(said)
-    return result  # type: ignore[return-value]
+    if met_by := [said for _, said in told if said is not None]:
+        kind, words = met_by[0]
+        raise kind(words)
+    return [one for one, _ in told]  # type: ignore[misc]
 
 
 def by_first(do: Callable[[], T]) -> T:
