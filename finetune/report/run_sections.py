@@ -25,8 +25,8 @@ from finetune.run.launch import Launch
 
 TILES = {
     "eval_f1": "entity F1", "eval_accuracy": "accuracy", "eval_f1_macro": "macro F1", "eval_pearson": "Pearson",
-    "eval_bits_per_byte": "bits per byte", "eval_loss": "eval loss", "real_tokens_per_second": "tokens/s",
-    "samples_per_second": "samples/s", "step_seconds_median": "step, s", "peak_memory_gib": "peak GiB",
+    "eval_bits_per_byte": "bits per byte", "eval_loss": "eval loss", "real_tokens_per_second": "mean tokens/s",
+    "samples_per_second": "mean samples/s", "step_seconds_median": "median step, s", "peak_memory_gib": "peak GiB",
 }  # fmt: skip
 MOST_TILES = 6
 SAMPLE = re.compile(r"^## Step (\d+)\n\n(`{3,})\n(.*?)\n\2$", re.MULTILINE | re.DOTALL)

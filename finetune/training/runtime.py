@@ -34,6 +34,14 @@ def choose_precision(has_cuda: bool, file: Path = Path("/proc/cpuinfo")) -> str:
     return "bf16" if BF16_CPU_FLAGS & set(cpuinfo("flags", file).split()) else "fp32"
 
 
+def precision_words(bf16: bool, fp16: bool) -> str:
+    """As the opening line names it."""
+    if not bf16:
+        return "fp16" if fp16 else "fp32"
+    is_slow = not torch.cuda.is_available() and choose_precision(has_cuda=False) != "bf16"
+    return "bf16, which this CPU emulates (fp32 is faster)" if is_slow else "bf16"
+
+
 def set_threads(launch: Launch, has_cuda: bool) -> int:
     """Divide the cores among this node's ranks, and return the number of threads of this rank.
 

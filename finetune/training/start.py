@@ -277,7 +277,7 @@ def choose_precision(run: Run, has_cuda: bool, deepspeed: str | None) -> dict[st
 
 def _opening_line(session: Session, deepspeed: str | None) -> str:
     training, launch = session.training, session.launch
-    precision = "bf16" if training.bf16 else "fp16" if training.fp16 else "fp32"
+    precision = runtime.precision_words(training.bf16, training.fp16)
     if trains_half(session.run):
         precision += ", its weights and optimizer too"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {session.threads} thread(s) a rank"

@@ -457,7 +457,7 @@ def test_markdown_has_its_pictures_beside_it(tmp_path: Path) -> None:
             drawn = PageReader((tmp_path / name).read_text())
             assert drawn.tags[0] == ("svg", {**drawn.tags[0][1], "xmlns": "http://www.w3.org/2000/svg"})
     assert "| what | value |" in text
-    assert "| step, s |" in text
+    assert "| median step, s |" in text
 
 
 SECRET = "hf_" + "A1b2C3d4" * 4

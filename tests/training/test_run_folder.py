@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from asked import run_of
 from transformers import TrainerState
@@ -31,7 +32,7 @@ from finetune.run.launch import Launch
 from finetune.run.parse import Setting
 from finetune.run.recipes.seq_cls import SEQ_CLS
 from finetune.run.run import Run
-from finetune.training import run_folder
+from finetune.training import run_folder, runtime
 from finetune.training.checkpoints.lock import lock_run_folder
 from finetune.training.model_card import Card, model_card, write_card
 from finetune.training.results import write_predictions
@@ -255,6 +256,23 @@ def test_bf16_on_a_cpu_only_where_it_is_faster(flags: str, expected: str, tmp_pa
     cpuinfo.write_text(f"processor: 0\nflags\t\t: {flags}\n")
     assert choose_precision(False, cpuinfo) == expected
     assert choose_precision(False, tmp_path / "none") == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("bf16", "fp16", "fastest", "said"),
+    [
+        (True, False, "bf16", "bf16"),
+        (True, False, "fp32", "bf16, which this CPU emulates (fp32 is faster)"),
+        (False, True, "fp32", "fp16"),
+        (False, False, "bf16", "fp32"),
+    ],
+)
+def test_the_opening_line_says_if_the_cpu_emulates_bf16(
+    bf16: bool, fp16: bool, fastest: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "choose_precision", lambda has_cuda: "bf16" if has_cuda else fastest)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert runtime.precision_words(bf16, fp16) == said
 
 
 def test_json_never_holds_nan(tmp_path: Path) -> None:
