@@ -126,5 +126,7 @@ def _there(missing: Path) -> str:
 def _like(missing: Path) -> str:
     """The path with the most similar name in the same folder, as a question; "" if none is similar."""
     names = os.listdir(missing.parent) if os.path.isdir(missing.parent) else ()
-    near = difflib.get_close_matches(missing.name, sorted(names), 1)
-    return f" Did you mean {missing.parent / near[0]}?" if near else ""
+    near = difflib.get_close_matches(missing.name, sorted(names))
+    alike = (name for name in near if difflib.get_close_matches(missing.stem, [Path(name).stem]))  # not by .csv alone
+    found = next(alike, None)
+    return f" Did you mean {missing.parent / found}?" if found else ""

@@ -354,3 +354,11 @@ def test_a_mistyped_path_is_told_what_is_like_it(tmp_path: Path, monkeypatch: py
     ):
         (fault,) = missing_inputs(resolve(CAUSAL_LM, [f"--{flag}", given], Launch()))
         assert meant in fault
+
+
+def test_the_suffix_alone_makes_no_two_names_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "twotext.csv").touch()
+    (fault,) = missing_inputs(resolve(SEQ_CLS, ["--train_file", "nope.csv"], Launch()))
+    assert "Did you mean" not in fault
+    assert "holds twotext.csv" in fault
