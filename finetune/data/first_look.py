@@ -127,7 +127,10 @@ def _of_csv(path: Path, said: str) -> Rows:
         reader = csv.reader(file, delimiter=options["sep"], quoting=options["quoting"])
         found = (row for row in reader if row)
         next(found if options["header"] == 0 else iter(()), None)
-        return [dict(zip_longest(options["names"], row)) for row in islice(found, HEAD_ROWS)]
+        rows = [dict(zip_longest(options["names"], row)) for row in islice(found, HEAD_ROWS)]
+    if not rows:
+        raise RequestError(f"{said}: the file has no rows.")
+    return rows
 
 
 READERS: dict[str, Callable[[Path, str], Rows]] = {

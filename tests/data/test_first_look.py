@@ -31,6 +31,7 @@ ROWS = {
     "b.csv": "nice, really,pos\ngood,pos\nbad,neg\n",
     "c.csv": "text,label\nnice, really,pos\n",
     "d.csv": "title,text,label\na b,c d\ne f,g h,1\n",
+    "e.csv": "text,label\n",
 }
 
 
@@ -55,6 +56,7 @@ ROWS = {
         ("seq_cls", "--train_file b.csv", "line 1 has 3 cells, but there are 2 columns"),
         ("seq_cls", "--train_file c.csv", "line 2 has 3 cells, but there are 2 columns"),
         ("seq_cls", "--train_file d.csv", ""),
+        ("seq_cls", "--train_file e.csv", "--train_file e.csv: the file has no rows"),
         ("causal_lm", "--train_file b.jsonl --text_column_name boby", "no column with text found"),
         ("causal_lm", "--train_file b.jsonl", ""),
         ("causal_lm", "--train_file a.txt", ""),
