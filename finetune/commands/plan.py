@@ -84,7 +84,8 @@ class Outcome:
         return lines_of(self.plan, self.answer, self.cost, self.one_more)
 
     def as_json(self, layouts: Found | None) -> dict[str, Any]:
-        return as_json(self.plan, layouts, self.notes, self.answer, self.cost, self.one_more)
+        ways_out = self.ways_out(layouts)
+        return as_json(self.plan, layouts, ways_out, self.notes, self.answer, self.cost, self.one_more)
 
     def ways_out(self, layouts: Found | None) -> list[Candidate]:
         """What would fit, if the plan does not."""

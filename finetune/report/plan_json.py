@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def as_json(
-    found: Plan, layouts: Found | None, notes: list[str], answer: Answer | None, cost: Cost | None,
-    one_more: Plan | None,
+    found: Plan, layouts: Found | None, ways_out: list[Candidate], notes: list[str], answer: Answer | None,
+    cost: Cost | None, one_more: Plan | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Unscaled bytes and seconds. docs/plan.md lists the keys; removing or redefining one increments `schema`."""
     return {
@@ -39,6 +39,7 @@ def as_json(
         "seconds": asdict(found.seconds),
         "samples_per_second": found.seconds.samples_per_second,
         "notes": notes,
+        "ways_out": [_layout(one) for one in ways_out],
         "layouts": None if layouts is None else [_layout(one) for one in (*layouts.fitting, *layouts.failing)],
     }  # fmt: skip
 

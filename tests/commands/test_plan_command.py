@@ -778,7 +778,7 @@ def test_an_adapters_folder_is_planned_on_its_base(tmp_path: Path, capsys: pytes
 
 JSON_KEYS = {
     "": "schema answer cost one_more job machine fits limit_bytes device_bytes ranks seconds samples_per_second notes "
-    "layouts",
+    "ways_out layouts",
     "answer": "question found next flags hours options",
     "options": "found layout job peak_bytes host_bytes step_seconds samples_per_second why_not",
     "cost": "steps is_told hours gpu_hours price_per_gpu_hour price most_kwh error",
@@ -796,6 +796,9 @@ def test_the_json_keys_are_stable_and_documented(capsys: pytest.CaptureFixture[s
     assert found["schema"] == 1
     page = (REPO / "docs/plan.md").read_text()
     assert not [key for keys in JSON_KEYS.values() for key in keys.split() if f"`{key}`" not in page]
+    assert found["ways_out"] == []
+    too_large = planned(capsys, "Llama-2-7b", "--gpu", "T4", "--gpus_per_node", "1", "--no_search")
+    assert too_large["ways_out"][0].keys() == option.keys() - {"found"}
     without = planned(capsys, "gpt2", "--gpu", "T4", "--no_search")
     assert [without[name] for name in ("answer", "cost", "one_more", "layouts")] == [None] * 4
     assert list(without) == JSON_KEYS[""].split()
