@@ -38,7 +38,7 @@ def notes(found: Plan) -> list[str]:
 def _host(found: Plan) -> Iterator[str]:
     """Where a run may have only its GPUs' share of a node's memory, as in a cloud or under Slurm."""
     here, on_node = min(found.job.world_size, found.job.ranks_per_node), found.machine.ranks_per_node
-    share, is_told = found.host_limit_bytes * here // on_node, found.machine.sources["host_memory_bytes"] == TOLD
+    share, is_told = found.host_limit_bytes * here // on_node, found.machine.sources.get("host_memory_bytes") == TOLD
     if found.job.device != "cpu" and not is_told and share < found.host_bytes <= found.host_limit_bytes:
         yield (
             f"this needs {found.host_bytes / GIB:,.2f} GiB of host memory. It fits if the run has all of the node's, "

@@ -271,6 +271,7 @@ def test_a_flag_takes_several_values_as_in_a_recipe(capsys: pytest.CaptureFixtur
         (["gpt2", "--deadline", "0"], "--deadline is 0"),
         (["gpt2", "--host_memory", "0"], "--host_memory is 0, but it must be a number of GiB, 0.1 or more"),
         (["gpt2", "--host_memory", "nan"], "--host_memory is nan"),
+        (["gpt2", "--host_memory", "1e305"], "--host_memory is 1e\\+305"),
         (["gpt2", "--deadline", "2"], "--deadline: the number of steps depends on the data.*Give --max_steps"),
         (
             ["gpt2", "--deadline", "2", "--max_steps", "9", "--nodes", "2"],

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from finetune.errors import RunError
-from finetune.run.launch import read_launch
 from finetune.training.checkpoints.lock import keep_locked
 from finetune.training.checkpoints.manifest import FileRecord, files_of, shares
 from finetune.training.checkpoints.writing import (
@@ -63,8 +62,7 @@ class AtomicFolder:
     def __enter__(self) -> Path:
         with explained(self.place):
             by_first(self._make)
-            if read_launch().local_world_size < ranks():
-                together(self._see)
+            together(self._see)
             if self.beside is not None:
                 self.beside.begin(self.place)
         return self.folder

@@ -97,7 +97,9 @@ def advice(folder: Path, launch: Launch | None = None) -> str:
         found = plan(job, machine)
         layouts = [name for name in LAYOUTS if name != PIPELINE]
         limits = Limits(job.global_batch, layouts, job.accumulation, has_disk=bool(run.value("nvme_path"))).opted_in
-        fitting = [] if found.fits else ways_out(found, search(job, machine, limits), run, limits)
+        # Recipes refuse other layouts for weights in 16 bits without masters, and for pipelines.
+        is_searched = not (found.fits or job.trains_half or job.engine == PIPELINE)
+        fitting = [] if not is_searched else ways_out(found, search(job, machine, limits), run, limits)
     except (FinetuneError, OSError) as error:
         return f"No plan could be made: {error} Smaller micro-batches or --deepspeed zero3 take less."
     changes = "; ".join(
@@ -109,7 +111,7 @@ def advice(folder: Path, launch: Launch | None = None) -> str:
     if fitting:
         said = "This would fit"
     else:
-        said = "The cheapest changes" if found.fits else "Nothing that was tried fits, but this takes less"
+        said = "The cheapest changes" if not is_searched else "Nothing that was tried fits, but this takes less"
     return text + (f"{said}: {changes}. " if changes else "No known change lowers it. ") + where
 
 
