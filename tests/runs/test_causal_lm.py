@@ -430,7 +430,7 @@ def test_an_adapter_learns_beside_a_base_in_bf16_as_beside_one_in_fp32(
     for other in (mixed, adapted):
         assert kept_half.column("loss") == pytest.approx(other.column("loss"), rel=2 * BF16_NOISE)
         assert kept_half.column("loss") != other.column("loss")
-    assert "; bf16;" in kept_half.output
+    assert re.search("; bf16[;,]", kept_half.output)  # a CPU that emulates it is told so
     saved = load_file(kept_half.folder / "adapter_model.safetensors")
     assert {weight.dtype for weight in saved.values()} == {torch.float32}
 
