@@ -11,7 +11,7 @@ from typing import Any
 from finetune.api.html import block, table_of
 from finetune.api.words import from_python, words_of
 from finetune.cli import parser
-from finetune.commands.plan import Outcome, layouts_of, plan_of
+from finetune.commands.plan import Outcome, plan_of, with_layouts
 from finetune.plan.plan import Plan
 from finetune.plan.search import Found
 from finetune.report.plan_tables import layout_table, memory_table, show, step_table
@@ -35,11 +35,11 @@ class Planned:
     limit_bytes: int
     step_seconds: float
     samples_per_second: float
-    outcome: Outcome = field(repr=False)  # includes `answer`, `cost` and `one_more`
+    outcome: Outcome = field(repr=False)  # includes `answer`, `cost`, `one_more` and `ways_out`
 
     def to_dict(self) -> dict[str, Any]:
         """What `finetune plan --json` prints."""
-        return self.outcome.as_json(self.layouts)
+        return self.outcome.as_json()
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -47,7 +47,7 @@ class Planned:
         text = io.StringIO()
         console = Console(file=text, width=TEXT_WIDTH)
         show_answer(console, self.outcome.answer, self.outcome.lines)
-        show(console, self.plan, self.layouts, self.outcome.ways_out(self.layouts), self.notes)
+        show(console, self.plan, self.layouts, self.outcome.ways_out, self.notes)
         return text.getvalue()
 
     def _repr_html_(self) -> str:
@@ -55,7 +55,7 @@ class Planned:
         tables = [table_of(memory_table(self.plan, rank_kinds(self.plan)[:2])), table_of(step_table(self.plan))]
         if self.layouts is not None and self.layouts.fitting:
             tables.append(table_of(layout_table(self.plan, self.layouts), MOST_LAYOUTS))
-        ways_out = map(fits_with, self.outcome.ways_out(self.layouts))
+        ways_out = map(fits_with, self.outcome.ways_out)
         lines = [*self.outcome.lines, verdict(self.plan), *ways_out, *more_words(self.plan), *notes]
         return block(headline(self.plan), lines, *tables)
 
@@ -100,8 +100,7 @@ def plan(
     switched = [f"--{name}" for name in SWITCHES if flags.pop(name, False)] + ([] if search else ["--no_search"])
     # The target comes first: after a flag that takes several values it would be one of them.
     asked = parser().parse_args(["plan", *([named] if named else []), *switched, *words_of({**options, **flags})])
-    outcome = plan_of(asked)
+    outcome = with_layouts(plan_of(asked), asked.no_search)
     found, seconds = outcome.plan, outcome.plan.seconds
-    searched = layouts_of(outcome) if search else None
     figures = (found.fits, found.peak_bytes, found.limit_bytes, seconds.total, seconds.samples_per_second)
-    return Planned(found, searched, tuple(outcome.notes), *figures, outcome)
+    return Planned(found, outcome.layouts, tuple(outcome.notes), *figures, outcome)

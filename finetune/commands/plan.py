@@ -6,14 +6,14 @@ import argparse
 import json
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import RequestError
 from finetune.plan import questions
+from finetune.plan.advice import limits_of, ways_out
 from finetune.plan.advice import notes as notes_of
-from finetune.plan.advice import ways_out
 from finetune.plan.answers import Answer, Cost, cost_of, one_more_of, smallest_cluster, write_config
 from finetune.plan.from_run import job_of
 from finetune.plan.job import Job
@@ -32,6 +32,7 @@ from finetune.run.run import Run
 from finetune.shipped import is_recipes_yaml
 
 MOST_RANKS = 65_536  # more is probably a typo
+LEAST_HOST_GIB, MOST_HOST_GIB = 0.1, 1e9
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -52,22 +53,19 @@ def run(asked: argparse.Namespace) -> int:
         from finetune.measure.start import verify
 
         return verify(found, outcome.config)
-    layouts = None if asked.no_search else layouts_of(outcome)
-    if asked.autotune and layouts is not None:
-        from finetune.measure.start import autotune
-
-        layouts = autotune(layouts, asked.autotune)
-    _say(asked, outcome, layouts)
+    outcome = with_layouts(outcome, asked.no_search, asked.autotune)
+    _say(asked, outcome)
     if asked.write:
-        written = write_config(Path(asked.write), layouts, outcome.limits.has_disk)
+        written = write_config(Path(asked.write), outcome.layouts, outcome.limits.has_disk)
         print(written, file=sys.stderr if asked.json else sys.stdout)
-    return 0 if found.fits or (layouts and layouts.fitting) else 1
+    return 0 if found.fits or (outcome.layouts and outcome.layouts.fitting) else 1
 
 
 @dataclass(frozen=True)
 class Outcome:
     """A plan, its DeepSpeed config, notes on it, and the limits of a search for other layouts. If a question was asked,
-    `plan` is the plan of its `answer`."""
+    `plan` is the plan of its `answer`. `layouts`: what the search found. `ways_out`: what would fit if the plan does
+    not."""
 
     plan: Plan
     run: Run
@@ -77,19 +75,16 @@ class Outcome:
     answer: Answer | None = None
     cost: Cost | None = None
     one_more: Plan | None = None
+    layouts: Found | None = None
+    ways_out: tuple[Candidate, ...] = ()
 
     @property
     def lines(self) -> list[str]:
         """What is printed first: the answer, the cost, and the effect of one more GPU."""
         return lines_of(self.plan, self.answer, self.cost, self.one_more)
 
-    def as_json(self, layouts: Found | None) -> dict[str, Any]:
-        ways_out = self.ways_out(layouts)
-        return as_json(self.plan, layouts, ways_out, self.notes, self.answer, self.cost, self.one_more)
-
-    def ways_out(self, layouts: Found | None) -> list[Candidate]:
-        """What would fit, if the plan does not."""
-        return [] if self.plan.fits else ways_out(self.plan, layouts, self.run, self.limits)
+    def as_json(self) -> dict[str, Any]:
+        return as_json(self.plan, self.layouts, self.ways_out, self.notes, self.answer, self.cost, self.one_more)
 
 
 def plan_of(asked: argparse.Namespace) -> Outcome:
@@ -114,7 +109,7 @@ def plan_of(asked: argparse.Namespace) -> Outcome:
     else:
         planned = questions.small(planned, question) if question in (LONGEST, BATCH) else planned
         job, config, more = job_of(planned, machine, asked.params_per_layer)
-    limits = _limits(asked, job, planned)
+    limits = _limits(asked, job, planned, question)
     answer, among = None, None
     if question in (LONGEST, BATCH, MODEL):
         among = questions.allowed(planned, limits, bool(asked.layouts), asked.no_search)
@@ -126,8 +121,7 @@ def plan_of(asked: argparse.Namespace) -> Outcome:
     elif question == BATCH:
         answer = questions.largest_batch(job, machine, among)
     elif question == DEADLINE:
-        among = limits if asked.layouts else limits.opted_in
-        answer = smallest_cluster(job, machine, among, planned.value("max_steps"), asked.deadline)
+        answer = smallest_cluster(job, machine, limits, planned.value("max_steps"), asked.deadline)
     found = plan(job, machine) if answer is None else answer.plan
     price = asked.price_per_gpu_hour
     cost = None if price is None else cost_of(found, price, planned.value("max_steps"))
@@ -135,9 +129,18 @@ def plan_of(asked: argparse.Namespace) -> Outcome:
     return Outcome(found, planned, config, [*notes, *more, *notes_of(found)], limits, answer, cost, one_more)
 
 
-def layouts_of(outcome: Outcome) -> Found | None:
-    """None if a question was asked: its answer has already searched the layouts."""
-    return None if outcome.answer else search(outcome.plan.job, outcome.plan.machine, outcome.limits)
+def with_layouts(outcome: Outcome, no_search: bool, tries: int | None = None) -> Outcome:
+    """With a search for layouts, of which the fastest `tries` are measured, and with the ways out of a plan that does
+    not fit. A question's answer has already searched."""
+    found, layouts = outcome.plan, None
+    if not (no_search or outcome.answer):
+        layouts = search(found.job, found.machine, outcome.limits)
+        if tries:
+            from finetune.measure.start import autotune
+
+            layouts = autotune(layouts, tries)
+    out = [] if found.fits else ways_out(found, layouts, outcome.run, outcome.limits)
+    return replace(outcome, layouts=layouts, ways_out=tuple(out))
 
 
 def _known_models(asked: argparse.Namespace, planned: Run, machine: Machine) -> dict[str, tuple[Job, list[str]]]:
@@ -180,20 +183,23 @@ def _machine(name: str, host_gib: float | None) -> Machine:
         machine = find_machine(name)
     except RequestError as error:
         raise RequestError(f"--gpu {error}") from error
-    return machine if host_gib is None else with_host_memory(machine, host_gib)
+    if host_gib is None:
+        return machine
+    if not LEAST_HOST_GIB <= host_gib < MOST_HOST_GIB:
+        raise RequestError(f"--host_memory is {host_gib:g}, but it must be a number of GiB, {LEAST_HOST_GIB} or more.")
+    return with_host_memory(machine, int(host_gib * 2**30))
 
 
-def _limits(asked: argparse.Namespace, job: Job, planned: Run) -> Limits:
+def _limits(asked: argparse.Namespace, job: Job, planned: Run, question: str | None) -> Limits:
     layouts = tuple(dict.fromkeys(asked.layouts or LAYOUTS))
     if wrong := [name for name in layouts if name not in LAYOUTS]:
         raise RequestError(f"--layouts {wrong[0]}: give some of {', '.join(LAYOUTS)}.")
-    precisions = () if any(name in planned.given for name in ("bf16", "fp16")) else ("fp32", "bf16", "fp16")
-    if job.trains_half:
-        layouts, precisions = questions.layouts_of_half(planned, layouts), ()
     if asked.autotune is not None and asked.autotune < 1:
         raise RequestError(f"--autotune is {asked.autotune}, but it must be 1 or more.")
-    batch = job.global_batch if asked.global_batch_size is None else asked.global_batch_size
-    return Limits(batch or None, layouts, job.accumulation, precisions, bool(planned.value("nvme_path")))
+    limits = limits_of(planned, job, layouts)
+    if question and not asked.layouts:
+        limits = limits.usual
+    return limits if asked.global_batch_size is None else replace(limits, global_batch=asked.global_batch_size or None)
 
 
 def _run(asked: argparse.Namespace, machine: Machine) -> tuple[Run, list[str]]:
@@ -227,10 +233,10 @@ def _described(asked: argparse.Namespace, machine: Machine) -> tuple[Run, list[s
     return run, notes
 
 
-def _say(asked: argparse.Namespace, outcome: Outcome, layouts: Found | None) -> None:
-    found, notes = outcome.plan, outcome.notes
+def _say(asked: argparse.Namespace, outcome: Outcome) -> None:
+    found, notes, layouts = outcome.plan, outcome.notes, outcome.layouts
     if asked.json:
-        print(json.dumps(outcome.as_json(layouts), indent=1))
+        print(json.dumps(outcome.as_json(), indent=1))
         return
     from rich.console import Console
 
@@ -238,7 +244,7 @@ def _say(asked: argparse.Namespace, outcome: Outcome, layouts: Found | None) -> 
 
     console = Console()
     show_answer(console, outcome.answer, outcome.lines)
-    show(console, found, layouts, outcome.ways_out(layouts), notes)
+    show(console, found, layouts, outcome.ways_out, notes)
     notes = [*outcome.lines, *notes]
     command = shlex.join(["finetune", *sys.argv[1:]])
     if asked.html or asked.png:

@@ -84,7 +84,8 @@ def as_loaded(model: Any, values: dict[str, Any]) -> Any:
     """T5's config class ties all models' embeddings, whatever their file says. Loading nevertheless leaves two weights
     apart that a file has both of (transformers 5.23, configuration_t5.py; modeling_utils.py, tie_weights)."""
     head = model.get_output_embeddings()
-    if values.get("tie_word_embeddings") is False and head and head.weight is model.get_input_embeddings().weight:
+    is_apart = values.get("model_type") == "t5" and values.get("tie_word_embeddings") is False
+    if is_apart and head is not None and head.weight is model.get_input_embeddings().weight:
         head.weight = torch.nn.Parameter(head.weight.detach().clone())
     return model
 

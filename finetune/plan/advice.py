@@ -3,7 +3,7 @@ lower its peak, the gentlest of each kind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -14,7 +14,17 @@ from finetune.plan.from_run import job_of
 from finetune.plan.job import DEEPSPEED, PIPELINE, TRAINER, Job
 from finetune.plan.machine import TOLD
 from finetune.plan.plan import Plan, plan
-from finetune.plan.search import MOST_RANKS, TRAINER_ALONE, Candidate, Found, Limits, goes_with, laid_out, search
+from finetune.plan.search import (
+    LAYOUTS,
+    MOST_RANKS,
+    TRAINER_ALONE,
+    Candidate,
+    Found,
+    Limits,
+    goes_with,
+    laid_out,
+    search,
+)
 from finetune.plan.values import FP32_BYTES
 from finetune.plan.zero import Zero
 from finetune.run.run import Run
@@ -31,8 +41,17 @@ WITH_ADAPTERS = (TRAINER_ALONE, "zero1", "zero2", "zero3")  # without offload: a
 def notes(found: Plan) -> list[str]:
     job = found.job
     return [
-        *_zero3(job), *_buckets(job), *_pipeline(job), *_quantized(job), *_disk(job), *_host(found), *_uneven(found)
+        *_emulated(found), *_zero3(job), *_buckets(job), *_pipeline(job), *_quantized(job), *_disk(job),
+        *_host(found), *_uneven(found),
     ]  # fmt: skip
+
+
+def _emulated(found: Plan) -> Iterator[str]:
+    if (precision := found.job.precision) not in found.machine.peak_flops:
+        yield (
+            f"the profile of {found.machine.name} has no {precision}: products are timed as in fp32, "
+            f"but a CPU that emulates {precision} is several times slower."
+        )
 
 
 def _host(found: Plan) -> Iterator[str]:
@@ -125,15 +144,28 @@ def mends(found: Plan) -> list[Candidate]:
     return list(islice(_gentlest(found, lambda tried: tried.fits), MOST_MENDS))
 
 
+def limits_of(run: Run, job: Job, layouts: Sequence[str] = LAYOUTS) -> Limits:
+    """What a search for layouts of a run's `job` may not change. Raises RequestError."""
+    precisions = () if any(name in run.given for name in ("bf16", "fp16")) else ("fp32", "bf16", "fp16")
+    if job.trains_half:  # 16-bit weights without masters: recipes refuse that --dtype with DeepSpeed
+        if TRAINER_ALONE not in layouts:
+            raise RequestError(
+                f"{run.said('dtype')}, which DeepSpeed does not support. Add {TRAINER_ALONE} to --layouts."
+            )
+        layouts, precisions = (TRAINER_ALONE,), ()
+    return Limits(job.global_batch or None, layouts, job.accumulation, precisions, bool(run.value("nvme_path")))
+
+
 def ways_out(found: Plan, searched: Found | None, run: Run, limits: Limits) -> list[Candidate]:
     """The mends of a plan of `run` that does not fit. The best layout of a search comes first, and then only those
-    gentle changes that are faster than it. If nothing fits on these ranks, adapters come first."""
+    gentle changes that are faster than it. If it finds nothing on these ranks, adapters come first. Without a search
+    (`searched` None) none is made for adapters either."""
     gentle = mends(found)
     if searched is not None and searched.fitting:
         best = searched.fitting[0]
         faster = [one for one in gentle if one.samples_per_second > best.samples_per_second]
         return [_said(best), *faster]
-    if any(one.plan.job.world_size == found.job.world_size for one in gentle):
+    if searched is None or any(one.plan.job.world_size == found.job.world_size for one in gentle):
         return gentle
     return [*_adapters(found, run, limits), *gentle]
 
@@ -179,7 +211,7 @@ def _changes(job: Job) -> Iterator[list[tuple[str, Job]]]:
         steps = job.accumulation * job.micro_batch // micro
         smaller.append((f"a micro-batch of {micro}", replace(job, micro_batch=micro, accumulation=steps)))
     yield smaller
-    if job.stages == 1:
+    if job.engine != PIPELINE:
         away = ("zero2_offload", "zero3_offload", "zero3_nvme")
         kinds = [(("zero1", "zero2", "zero3"), job), (away, job), (("zero2", "zero3", *away), again)]
         for names, kind in kinds:

@@ -103,7 +103,8 @@ def _saves_beside_from(run: Run, device: str) -> int | None:
 
 def _precision(run: Run, flags: dict[str, bool], machine: Machine, asked: str | None) -> str:
     precision = next((name for name in ("bf16", "fp16") if flags[name]), "fp32")
-    if precision not in machine.peak_flops:
+    is_emulated = machine.device == "cpu" and precision == "bf16"  # as any CPU does
+    if precision not in machine.peak_flops and not is_emulated:
         said = run.said(precision) if precision in run.given else f"{precision} is asked for by {asked}"
         raise RequestError(f"{said}, but {machine.name} has no {precision}. Give another precision.")
     return precision

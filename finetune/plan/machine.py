@@ -35,7 +35,7 @@ ALIASES |= {"8000": "Quadro-RTX8000", "6000adageneration": "RTX6000-Ada"}
 ALIASES |= dict.fromkeys(
     (f"pro6000blackwell{edition}" for edition in ("", "workstationedition", "serveredition")), "RTX-PRO-6000"
 )
-TOLD, LEAST_HOST_GIB, MOST_HOST_GIB = "--host_memory", 0.1, 1e9  # the source of what the user tells
+TOLD = "--host_memory"  # the source of what the user tells
 
 
 @dataclass(frozen=True)
@@ -165,11 +165,11 @@ def shipped_machine(name: str) -> Machine:
     )
 
 
-def with_host_memory(machine: Machine, gib: float) -> Machine:
-    """With the host memory of each node as the user tells it. Raises RequestError."""
-    if not LEAST_HOST_GIB <= gib < MOST_HOST_GIB:
-        raise RequestError(f"--host_memory is {gib:g}, but it must be a number of GiB, {LEAST_HOST_GIB} or more.")
-    return replace(machine, host_memory_bytes=int(gib * 2**30), sources=machine.sources | {"host_memory_bytes": TOLD})
+def with_host_memory(machine: Machine, size: int) -> Machine:
+    """With this many bytes of host memory on each node. On a CPU one rank can take all of it."""
+    own = size if machine.device == "cpu" else machine.memory_bytes
+    sources = machine.sources | {"host_memory_bytes": TOLD}
+    return replace(machine, memory_bytes=own, host_memory_bytes=size, sources=sources)
 
 
 MOST_BYTES = 2**20  # profiles are about 3 KiB

@@ -160,7 +160,9 @@ def model_of(
     """`head`: one of `HEADS`, or VECTORS; None: the config's own. `attention`: "sdpa" or "eager". Adds to `notes` how
     it was traced, if it was. `code`: the model's folder, if its own code is to run. Raises RequestError for an unknown
     architecture or head, or if a size is missing or invalid."""
-    if config.get("scale_decoder_outputs") is False:  # T5 1.1 and Flan-T5, as transformers 5 saves them
+    if (
+        config.get("model_type") == "t5" and config.get("scale_decoder_outputs") is False
+    ):  # T5 1.1 and Flan-T5, as transformers 5 saves them
         config = {**config, "tie_word_embeddings": False}
     kind, sizes = str(config.get("model_type")), Sizes(config, where)
     head = head or own_head(config, where)

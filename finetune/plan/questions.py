@@ -6,7 +6,7 @@ import argparse
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from finetune.plan.job import PIPELINE, Job
 from finetune.plan.machine import Machine
 from finetune.plan.named import model_names
 from finetune.plan.run_model import head_of
-from finetune.plan.search import TRAINER_ALONE, Limits
+from finetune.plan.search import Limits
 from finetune.run.facts import TOKENS, positions_of, tokens_flag
 from finetune.run.recipe import ENGINE_FLAG
 from finetune.run.run import Run
@@ -63,13 +63,6 @@ def check_layouts(run: Run, asked: argparse.Namespace, question: str | None) -> 
             )
 
 
-def layouts_of_half(run: Run, layouts: Sequence[str]) -> tuple[str, ...]:
-    """Those for a run that trains 16-bit weights without masters: recipes refuse that --dtype with DeepSpeed."""
-    if TRAINER_ALONE not in layouts:
-        raise RequestError(f"{run.said('dtype')}, which DeepSpeed does not support. Add {TRAINER_ALONE} to --layouts.")
-    return (TRAINER_ALONE,)
-
-
 def small(run: Run, question: str | None = None) -> Run:
     """The run with one sample per rank, unless a batch size is given: the recipe's default would leave less room. For
     --longest with the shortest samples: the length given may be more than the model reads."""
@@ -83,7 +76,6 @@ def allowed(run: Run, limits: Limits, layouts_said: bool, as_asked: bool) -> Lim
     asked = any(name in run.given for name in FIXING)
     if as_asked or (asked and not layouts_said):
         return None
-    limits = limits if layouts_said else limits.opted_in
     if not (layouts := [name for name in limits.layouts if name != PIPELINE]):
         raise RequestError(f"--layouts {PIPELINE}: questions do not search pipelines. Give --{ENGINE_FLAG} N instead.")
     return replace(limits, layouts=layouts)

@@ -30,6 +30,7 @@ MOST_STAGES = 16
 MOST_RANKS = 4096  # the limit of curves and of proposed numbers of ranks
 SHOWN = 12  # of the fastest, besides the fastest of each layout
 TRAINER_ALONE, NVME = "none", "zero3_nvme"
+WITHOUT_DEEPSPEED = "--deepspeed none"  # "none" alone says nothing in a sentence
 NOT_SHARED = (TRAINER_ALONE, "zeropp", "pipeline")  # layouts without shared texts and tiled MLPs
 EXPERT_PARALLEL = ("zero1", "zero2", "zero2_offload")  # layouts with expert parallelism
 NOT_EVERYWHERE = (
@@ -75,7 +76,8 @@ class Candidate:
     def words(self) -> str:
         """In terms of flags."""
         job = self.plan.job
-        parts = [self.name, f"micro-batch {job.micro_batch}"]
+        name = self.name.replace(TRAINER_ALONE, WITHOUT_DEEPSPEED)
+        parts = [name, f"micro-batch {job.micro_batch}"]
         if job.accumulation > 1:
             parts.append(f"accumulation {job.accumulation}")
         if job.checkpoint_interval:
@@ -101,8 +103,8 @@ class Limits:
     has_disk: bool = False
 
     @property
-    def opted_in(self) -> Limits:
-        """Without NVMe offload, unless the run names a folder for it: it is slow, and needs a fast disk."""
+    def usual(self) -> Limits:
+        """If no layouts are chosen: without NVMe offload, which is slow, unless the run names a folder for it."""
         return self if self.has_disk else replace(self, layouts=[name for name in self.layouts if name != NVME])
 
 
@@ -126,11 +128,11 @@ def search(job: Job, machine: Machine, limits: Limits) -> Found:
     tried = [found for kind in kinds for found in bases(replace(job, precision=kind), machine, limits)]
     for layout, base in tried:
         options = list(_batches(base, limits, job.micro_batch))
-        count = bisect_left(options, True, key=lambda one: fullness(_spared(one, machine), machine) > 1)
-        good = [_spared(one, machine) for one in options[:count]]  # they grow
+        count = bisect_left(options, True, key=lambda one: fullness(_trimmed(one, machine), machine) > 1)
+        good = [_trimmed(one, machine) for one in options[:count]]  # they grow
         seen += len(options)
         if options and not good:
-            failing.append((layout, _spared(options[0], machine)))
+            failing.append((layout, _trimmed(options[0], machine)))
         fitting += [(plan_seconds(one, machine).samples_per_second, layout, one) for one in good]
     if not tried:
         raise RequestError(
@@ -147,7 +149,7 @@ def search(job: Job, machine: Machine, limits: Limits) -> Found:
     return Found(tuple(best), tuple(others), seen)
 
 
-def _spared(job: Job, machine: Machine) -> Job:
+def _trimmed(job: Job, machine: Machine) -> Job:
     """If the evaluation batch may be what does not fit, the job with one no larger than the micro-batch: training
     does not depend on it."""
     if job.eval_batch <= job.micro_batch or fullness(job, machine) <= 1:

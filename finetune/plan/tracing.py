@@ -26,7 +26,6 @@ from finetune.run.environment import environment_of_child
 LISTS = ("auto_mappings.py", "configuration_auto.py")  # of transformers/models/auto: they list all model types
 LONGEST = 300  # seconds that tracing a model may take
 TRACING = "finetune.measure.tracing"  # it imports torch, and so is never imported here
-MADE_BY = ("measure/*.py", "models/*.py", "run/facts.py")  # all that decides on a trace in its process
 REFUSED = 2  # its exit status if what it says is a reason of ours
 TRUSTS = "trust_remote_code"  # what the user allows, beside the config; never what a config says
 NOT_SHAPES = ("auto_map", "_name_or_path", TRUSTS, "transformers_version", "torch_dtype", "dtype")
@@ -103,8 +102,7 @@ def _traced(config: dict[str, Any], head: str, attention: str, where: str) -> di
 
 def _key(config: dict[str, Any], head: str, attention: str, code: Path | None) -> str:
     """A hash of all that a trace depends on."""
-    folder = Path(__file__).resolve().parents[1]
-    files = [file for pattern in MADE_BY for file in sorted(folder.glob(pattern))]
+    files = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))  # the whole package: few of it do not matter
     files += sorted(code.glob("*.py")) if code else ()
     sources = b"".join(file.read_bytes() for file in files)
     made_by = [version("transformers"), version("torch"), hashlib.sha256(sources).hexdigest()]

@@ -169,11 +169,11 @@ class Network:
         played = gathers(tape, self.weights, self.zero, self.ranks)
         hooks = Flow(work=self.hooks(ZERO3_MODULE * len([op for op in tape.ops if op.module])))
         forward, backward = (
-            hooks + self.read() + self.gathered(played.gathers[phase], phase) for phase in ("forward", "backward")
+            hooks + self.read() + self.gathered(played.by_phase[phase], phase) for phase in ("forward", "backward")
         )
         backward += self.scattered(played.reduced, 6)
         boundary = backward + self.to_host()
-        kept = [played.elements[name] for name in played.persistent] if self.ranks > 1 else []
+        kept = played.persistent if self.ranks > 1 else ()
         step = self.sent(all_gather, sum(kept) * self.size, len(kept))
         step += Flow(work=self.hooks(SHARDED_PARAMETER * len(kept)))
         each = backward + self.added(self.ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def as_json(
-    found: Plan, layouts: Found | None, ways_out: list[Candidate], notes: list[str], answer: Answer | None,
+    found: Plan, layouts: Found | None, ways_out: Sequence[Candidate], notes: list[str], answer: Answer | None,
     cost: Cost | None, one_more: Plan | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Unscaled bytes and seconds. docs/plan.md lists the keys; removing or redefining one increments `schema`."""

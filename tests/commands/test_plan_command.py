@@ -153,6 +153,8 @@ def test_host_memory_is_the_profiles_or_what_is_told(capsys: pytest.CaptureFixtu
     assert (smaller["fits"], told["fits"]) == (True, False)
     assert smaller["ranks"] == told["ranks"]
     assert not any("--host_memory" in note for note in told["notes"])
+    on_cpu = planned(capsys, "gpt2", "--host_memory", "3")
+    assert on_cpu["limit_bytes"] <= 3 * 2**30
     enough = planned(capsys, "Llama-2-70b", *words[1:], "--host_memory", "2048")
     assert enough["fits"]
     assert not any("--host_memory" in note for note in enough["notes"])
@@ -555,7 +557,7 @@ def test_the_advice_of_a_run_out_of_memory_is_the_plan_of_its_record(
     ("host", "said"),
     [
         (2**40, r"The cheapest changes: (?!zero3_nvme).*\(\d"),  # it should have fitted
-        (8 * 2**30, r"This would fit: \w+, micro-batch \d+.*\([0-7]\.\d+ GiB, [\d.]+ times the time per sample\)"),
+        (8 * 2**30, r"This would fit: [\w -]+, micro-batch \d+.*\([0-7]\.\d+ GiB, [\d.]+ times the time per sample\)"),
         (2**28, "Nothing that was tried fits, but this takes less: "),
     ],
 )
@@ -568,6 +570,51 @@ def test_the_advice_of_a_run_out_of_memory_is_what_fits_into_the_memory_that_is_
     words = ("recipe: seq_cls", "model_size: base", "per_device_train_batch_size: 64", "max_seq_length: 512")
     (tmp_path / "recipe.yaml").write_text("\n".join(words))
     assert re.search(said, memory.advice(tmp_path)), memory.advice(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("recipe: causal_lm_pipeline", "model_size: small", "pipeline_parallel_size: 1"),
+        ("recipe: causal_lm", "model_name_or_path: gpt2", "dtype: bfloat16", "optim: stable_adamw", "bf16: true"),
+    ],
+    ids=["pipeline", "pure bf16"],
+)
+def test_the_advice_of_a_run_out_of_memory_names_no_layout_that_its_recipe_refuses(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from finetune.training.guards import memory
+
+    monkeypatch.setattr(memory, "_host_limits", lambda: (2**30, memory.NO_LIMIT, memory.NO_LIMIT))
+    words = (*words, "per_device_train_batch_size: 64")
+    (tmp_path / "recipe.yaml").write_text("\n".join(words))
+    said = memory.advice(tmp_path)
+    assert re.search("This would fit|this takes less", said), said
+    assert not re.search(r"zero\d", said), said
+
+
+def test_a_cpu_without_bf16_is_planned_as_one_that_emulates_it(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("gpt2", "--no_search")
+    whole, half = planned(capsys, *words), planned(capsys, *words, "--bf16", "True")
+    assert half["ranks"][0]["peak"]["bytes"] != whole["ranks"][0]["peak"]["bytes"]
+    assert [note for note in half["notes"] if "a CPU that emulates bf16 is several times slower" in note]
+    assert main(["plan", *words, "--fp16", "True"]) == 2
+    assert "cpu has no fp16" in capsys.readouterr().err
+
+
+def test_a_run_without_memory_for_its_own_advice_still_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from finetune.training.guards import memory
+
+    def fails(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(memory, "search", fails)
+    monkeypatch.setattr(memory, "_host_limits", lambda: (2**30, memory.NO_LIMIT, memory.NO_LIMIT))
+    words = ("recipe: seq_cls", "model_size: base", "per_device_train_batch_size: 64", "max_seq_length: 512")
+    (tmp_path / "recipe.yaml").write_text("\n".join(words))
+    said = str(memory.out_of_memory(MemoryError(), tmp_path))
+    assert said.startswith("out of memory on rank 0: no memory. Measured: "), said
+    assert "No plan could be made: no memory is left for it." in said
 
 
 LORA_24GB = "recipes/configs/lora_24gb.yaml"

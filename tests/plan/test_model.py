@@ -102,7 +102,7 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
 def test_every_tensor_is_that_of_the_real_model(family: str, auto: Any, values: dict[str, Any], tmp_path: Path) -> None:
     how = {} if family == "resnet" else {"dtype": torch.bfloat16}  # as models are traced: it is that of one buffer
     with torch.device("meta"):
-        real = as_loaded(auto.from_config(CONFIG_MAPPING[family](**values), **how), values)
+        real = as_loaded(auto.from_config(CONFIG_MAPPING[family](**values), **how), {"model_type": family, **values})
     real.config.architectures = [type(real).__name__]
     real.config.save_pretrained(tmp_path)
     found = model_of(read_config(tmp_path))

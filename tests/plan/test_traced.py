@@ -242,16 +242,6 @@ def test_an_adapter_of_a_family_that_is_not_known_is_planned(tmp_path: Path, rec
     assert {name for name in trained if ".lora_" not in name} == also
 
 
-def test_a_cached_trace_is_of_the_code_that_makes_it() -> None:
-    """What decides on a trace in a process with torch; a plan reads the rest itself."""
-    package = Path(tracing.__file__).parents[1]
-    source = (package / "measure" / "tracing.py").read_text()
-    found = re.findall(r"^from finetune\.((?:measure|models)\.\w+) import", source, re.MULTILINE)
-    assert len(found) > 5
-    hashed = {file for pattern in tracing.MADE_BY for file in package.glob(pattern)}
-    assert {package / f"{name.replace('.', '/')}.py" for name in [*found, "run.facts"]} <= hashed
-
-
 def test_a_process_of_its_own_traces_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "_traced", IN_A_PROCESS)
     monkeypatch.setattr(tracing, "_cache", lambda: tmp_path / "cache")

@@ -125,7 +125,7 @@ def test_zero_3_gathers_joins_and_copies_apart_module_by_module(quantized: bool)
     found = traffic(engine=DEEPSPEED, zero=zero)
     job = Job(MODEL, DEEPSPEED, zero, 2, tokens=1)
     played = gathers(tape_of(job), Weights(MODEL.tensors, 4), zero, 2)
-    assert played.gathers["forward"] == [(110, 2)] * LAYERS
+    assert played.by_phase["forward"] == ((110, 2),) * LAYERS
     sent = 1 if quantized else 4  # int8
     each = 0.5 * sent * 110 / 100 + 1.0
     assert found.forward.communication == pytest.approx(LAYERS * each)
@@ -140,7 +140,7 @@ def test_zero_3_scatters_buckets_of_gradients_and_adds_pieces() -> None:
     """Each joined, copied and scaled (read and written), scattered, and its half copied out."""
     found = traffic(engine=DEEPSPEED, zero=THREE)
     played = gathers(tape_of(Job(MODEL, DEEPSPEED, THREE, 2, tokens=1)), Weights(MODEL.tensors, 4), THREE, 2)
-    backward = [elements for elements, _ in played.gathers["backward"]]
+    backward = [elements for elements, _ in played.by_phase["backward"]]
     assert sum(backward) in (330, 440)  # the last module's weights may still be there
     buckets = played.reduced
     scattered = 0.5 * 4 * ELEMENTS / 100 + buckets * 1.0

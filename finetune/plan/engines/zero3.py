@@ -7,6 +7,7 @@ partitioned_param_coordinator.py; each place names its function.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -219,9 +220,19 @@ class Zero3(Resident):
         self.second.clear()
 
 
-def gathers(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Zero3:
-    """The engine after a micro-batch, forward and backward. Cached by the settings that matter, so layouts that gather
-    alike are simulated once."""
+@dataclass(frozen=True)
+class Gathers:
+    """`by_phase`: elements and parameters of each gather. `reduced`: the number of buckets of gradients. `persistent`:
+    the elements of each parameter that stays whole."""
+
+    by_phase: dict[str, tuple[tuple[int, int], ...]]
+    reduced: int
+    persistent: tuple[int, ...]
+
+
+def gathers(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Gathers:
+    """Of a micro-batch, forward and backward. Cached by the settings that matter, so layouts that gather alike are
+    simulated once."""
     hangs_on = Zero(stage=3, reduce_bucket_size=zero.reduce_bucket_size, max_reuse_distance=zero.max_reuse_distance,
                     prefetch_bucket_size=zero.prefetch_bucket_size, max_live_parameters=zero.max_live_parameters,
                     persistence_threshold=zero.persistence_threshold)  # fmt: skip
@@ -229,7 +240,7 @@ def gathers(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Zero3:
 
 
 @lru_cache(maxsize=128)
-def _played(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Zero3:
+def _played(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Gathers:
     ledger = Ledger()
     layout = Zero3(weights, zero, Optimizer("sgd"), ranks, 0, ledger)
     layout.hold(ledger)
@@ -239,4 +250,5 @@ def _played(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Zero3:
     passed.forward()
     passed.backward()
     layout.end(ledger)
-    return layout
+    by_phase = {phase: tuple(layout.gathers[phase]) for phase in ("forward", "backward")}
+    return Gathers(by_phase, layout.reduced, tuple(layout.elements[name] for name in layout.persistent))

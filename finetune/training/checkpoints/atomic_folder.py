@@ -46,16 +46,16 @@ class Handed(Protocol):
 
 class AtomicFolder:
     """All ranks write one folder: after `with AtomicFolder(place, about) as folder` it is flushed to disk with its
-    manifest, or does not exist. Without `about` it gets no manifest. With `beside` it appears later. `ahead` is what
+    manifest, or does not exist. Without `about` it gets no manifest. With `beside` it appears later. `check` is what
     rank 0 does first; if it raises, nothing is made.
 
     Files are written to `unfinished-NAME/NAME`, so that libraries that choose the last path component can be used.
     """
 
     def __init__(
-        self, place: Path, about: About | None, beside: Handed | None = None, ahead: Callable[[], object] | None = None
+        self, place: Path, about: About | None, beside: Handed | None = None, check: Callable[[], object] | None = None
     ) -> None:
-        self.place, self.about, self.beside, self.ahead = place, about, beside, ahead
+        self.place, self.about, self.beside, self.check = place, about, beside, check
         self.outer, self.folder = outer_of(place), folder_of(place)
         self.records: dict[str, FileRecord] = {}
 
@@ -95,8 +95,8 @@ class AtomicFolder:
         return {name: size for name, size in files_of(self.folder)[0].items() if name not in later}
 
     def _make(self) -> None:
-        if self.ahead is not None:
-            self.ahead()
+        if self.check is not None:
+            self.check()
         keep_locked(self.place.parent)
         shutil.rmtree(self.outer, ignore_errors=True)
         self.folder.mkdir(parents=True)

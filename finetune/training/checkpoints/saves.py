@@ -85,8 +85,8 @@ class Saves:
         about = About(state.global_step, state.epoch, size, layout, trainer.identity)
         self.beside.settle(place.name)
         beside = self.beside.of(about)
-        has_room = partial(refuse_full_disk, place.parent, self.expected_bytes(), f"step {about.step}")
-        with (whole := AtomicFolder(place, about, beside, has_room)) as folder:
+        check = partial(refuse_full_disk, place.parent, self.expected_bytes(), f"step {about.step}")
+        with (whole := AtomicFolder(place, about, beside, check)) as folder:
             write(folder)
             written = state.best_model_checkpoint
             note_place_of_best(state, place)

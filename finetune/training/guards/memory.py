@@ -14,13 +14,13 @@ import torch
 
 from finetune.errors import FinetuneError, RunError
 from finetune.host.hardware import memory_granted, own_group
-from finetune.plan.advice import cheaper, ways_out
+from finetune.plan.advice import cheaper, limits_of, ways_out
 from finetune.plan.from_run import job_of
 from finetune.plan.job import PIPELINE
-from finetune.plan.machine import Machine, find_machine
+from finetune.plan.machine import Machine, find_machine, with_host_memory
 from finetune.plan.plan import plan
 from finetune.plan.run_model import run_of_record
-from finetune.plan.search import LAYOUTS, Limits, search
+from finetune.plan.search import LAYOUTS, Candidate, search
 from finetune.run.files import RUN_RECORD
 from finetune.run.launch import Launch, own_rank, read_launch
 from finetune.training.speed import peak_rss_bytes
@@ -80,10 +80,11 @@ def _machine_here() -> Machine:
     physical, space, group = _host_limits()
     host = min(physical, group)
     if not torch.cuda.is_available():
-        return replace(find_machine("cpu"), memory_bytes=min(host, space), host_memory_bytes=host)
+        machine = with_host_memory(find_machine("cpu"), host)
+        return replace(machine, memory_bytes=min(host, space))
     machine, (total, _, others) = find_machine(torch.cuda.get_device_name()), _device_bytes()
     left = total - max(0, others - machine.context_bytes)
-    return replace(machine, memory_bytes=left, host_memory_bytes=host)
+    return replace(with_host_memory(machine, host), memory_bytes=left)
 
 
 def advice(folder: Path, launch: Launch | None = None) -> str:
@@ -95,13 +96,14 @@ def advice(folder: Path, launch: Launch | None = None) -> str:
         run, machine = run_of_record(folder, launch or read_launch()), _machine_here()
         job, _, _ = job_of(run, machine)
         found = plan(job, machine)
-        layouts = [name for name in LAYOUTS if name != PIPELINE]
-        limits = Limits(job.global_batch, layouts, job.accumulation, has_disk=bool(run.value("nvme_path"))).opted_in
-        # Recipes refuse other layouts for weights in 16 bits without masters, and for pipelines.
-        is_searched = not (found.fits or job.trains_half or job.engine == PIPELINE)
-        fitting = [] if not is_searched else ways_out(found, search(job, machine, limits), run, limits)
-    except (FinetuneError, OSError) as error:
-        return f"No plan could be made: {error} Smaller micro-batches or --deepspeed zero3 take less."
+        limits = limits_of(run, job, [name for name in LAYOUTS if name != PIPELINE]).usual
+        fitting = list[Candidate]()
+        if not found.fits:  # a pipeline's script takes no other layout
+            layouts = None if job.engine == PIPELINE else search(job, machine, limits)
+            fitting = ways_out(found, layouts, run, limits)
+    except (FinetuneError, OSError, MemoryError) as error:
+        why = str(error) or "no memory is left for it."
+        return f"No plan could be made: {why} Smaller micro-batches or --deepspeed zero3 take less."
     changes = "; ".join(
         f"{one.layout} ({one.plan.peak_bytes / GIB:.2f} GiB, "
         f"{found.seconds.samples_per_second / one.samples_per_second:.2f} times the time per sample)"
@@ -111,7 +113,7 @@ def advice(folder: Path, launch: Launch | None = None) -> str:
     if fitting:
         said = "This would fit"
     else:
-        said = "The cheapest changes" if not is_searched else "Nothing that was tried fits, but this takes less"
+        said = "The cheapest changes" if found.fits else "Nothing that was tried fits, but this takes less"
     return text + (f"{said}: {changes}. " if changes else "No known change lowers it. ") + where
 
 
