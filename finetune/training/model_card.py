@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,9 @@ from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.identity import lineage_lines, read_run
 from finetune.training.run_folder import write_text
 from finetune.training.start import Session
+
+# A new run has nothing to resume. In "--resume checkpoint-20 --seed 1", the flag and its values.
+RESUMED = re.compile(r" --resume(?:[_-]changed)?(?:=\S+|(?: (?!--)\S+)*)(?= |$)")
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ def model_card(card: Card, metrics: dict[str, Any], environment: dict[str, Any],
         title=card.task[:1].upper() + card.task[1:],
         lineage=lineage,
         metrics=[(name, _number(value)) for name, value in metrics.items() if isinstance(value, int | float)],
-        command=environment["command"].replace("`", "'"),
+        command=RESUMED.sub("", environment["command"]).replace("`", "'"),
         versions=", ".join(f"{name} {version}" for name, version in environment["packages"].items()),
     )
 

@@ -188,6 +188,16 @@ def test_the_model_card_survives_hostile_names() -> None:
 
 
 @pytest.mark.parametrize(
+    "resumed",
+    ["", " --resume auto", " --resume=auto", " --resume 'my runs/checkpoint-2' --resume_changed seed max_steps"],
+)
+def test_the_card_of_a_resumed_run_says_how_to_begin_it_anew(resumed: str) -> None:
+    environment = {"command": f"python r.py --seed 1{resumed} --output_dir run", "packages": {}}
+    card = Card(task="text", pipeline_tag="text-generation", table=[("split",)], facts=[], pictures=[], use="print()")
+    assert "```\npython r.py --seed 1 --output_dir run\n```" in model_card(card, {}, environment)
+
+
+@pytest.mark.parametrize(
     ("kind", "is_own"), [(GPTLiteConfig.model_type, True), ("mixtral", False), ("of_its_own_code", False)]
 )
 @pytest.mark.parametrize("with_deepspeed", [True, False])
