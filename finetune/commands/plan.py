@@ -109,6 +109,11 @@ def plan_of(asked: argparse.Namespace) -> Outcome:
     else:
         planned = questions.small(planned, question) if question in (LONGEST, BATCH) else planned
         job, config, more = job_of(planned, machine, asked.params_per_layer)
+    if question is None and asked.global_batch_size not in (None, 0, job.global_batch):
+        more.append(
+            f"--global_batch_size {asked.global_batch_size} is for the layouts that are searched; the plan is of "
+            f"the run's own {job.global_batch:,} samples per step. --gradient_accumulation_steps changes that."
+        )
     limits = _limits(asked, job, planned, question)
     answer, among = None, None
     if question in (LONGEST, BATCH, MODEL):
@@ -162,7 +167,8 @@ def _check(asked: argparse.Namespace, question: str | None) -> None:
         raise RequestError(f"{asked.target} and --model_name_or_path are both a model. Keep one.")
     if asked.target and "config" in asked.flags and is_recipes_yaml(asked.target):
         raise RequestError(f"{asked.target} and --config {' '.join(asked.flags['config'])} are both YAMLs. Keep one.")
-    searched = next((name for name in ("autotune", "write") if getattr(asked, name) is not None), None)
+    searching = ("autotune", "write", "layouts")
+    searched = next((name for name in searching if getattr(asked, name) is not None), None)
     if asked.no_search and searched:
         raise RequestError(f"--{searched} needs the search, but --no_search turns it off. Drop one.")
     alone = next((name for name in ("verify", "estimator") if getattr(asked, name)), None)

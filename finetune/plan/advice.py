@@ -10,6 +10,7 @@ from itertools import islice
 
 from finetune.dsconfig.rules.zero import reduce_buckets
 from finetune.errors import RequestError
+from finetune.plan.answers import flags_of, shared_by
 from finetune.plan.from_run import job_of
 from finetune.plan.job import DEEPSPEED, PIPELINE, TRAINER, Job
 from finetune.plan.machine import TOLD
@@ -34,6 +35,9 @@ MUCH = 0.1  # buckets of more than 1 / MUCH times the weights are reported
 UNEVEN = 2.0  # times the mean: the load of a rank's experts that a note assumes
 FEW_MICRO_BATCHES = 4  # per stage; with fewer, a fifth of a pipeline idles
 MOST_MENDS = 4
+MOST_OF_HOST = 0.9  # beyond it a plan warns
+AS_FAST = 0.95  # times the fastest: no reason to change the config
+CHECKPOINTING = "--activation_checkpoint_interval 1"
 ADAPTERS = (("use_peft",), ("use_peft", "load_in_4bit"))  # flags that train less, the gentlest first
 WITH_ADAPTERS = (TRAINER_ALONE, "zero1", "zero2", "zero3")  # without offload: adapters have few states
 
@@ -55,7 +59,11 @@ def _emulated(found: Plan) -> Iterator[str]:
 
 
 def _host(found: Plan) -> Iterator[str]:
-    """Where a run may have only its GPUs' share of a node's memory, as in a cloud or under Slurm."""
+    """Where a run may have only its GPUs' share of a node's memory, as in a cloud or under Slurm; and where it leaves
+    little for all else."""
+    filled = found.host_bytes / found.host_limit_bytes
+    if found.job.device != "cpu" and MOST_OF_HOST < filled <= 1:
+        yield f"this fills {filled:.0%} of a node's host memory; the system, Python and data loaders need some, too."
     here, on_node = min(found.job.world_size, found.job.ranks_per_node), found.machine.ranks_per_node
     share, is_told = found.host_limit_bytes * here // on_node, found.machine.sources.get("host_memory_bytes") == TOLD
     if found.job.device != "cpu" and not is_told and share < found.host_bytes <= found.host_limit_bytes:
@@ -162,12 +170,20 @@ def ways_out(found: Plan, searched: Found | None, run: Run, limits: Limits) -> l
     (`searched` None) none is made for adapters either."""
     gentle = mends(found)
     if searched is not None and searched.fitting:
-        best = searched.fitting[0]
+        best = _best(searched.fitting, found.job)
         faster = [one for one in gentle if one.samples_per_second > best.samples_per_second]
-        return [_said(best), *faster]
+        return [_chosen(best, found, limits), *faster]
     if searched is None or any(one.plan.job.world_size == found.job.world_size for one in gentle):
         return gentle
     return [*_adapters(found, run, limits), *gentle]
+
+
+def _best(fitting: Sequence[Candidate], job: Job) -> Candidate:
+    """The fastest, or one that keeps the run's own config if it is as fast."""
+    least = AS_FAST * fitting[0].samples_per_second
+    own = (job.engine, job.zero, job.precision)
+    kept = (one for one in fitting if (one.plan.job.engine, one.plan.job.zero, one.plan.job.precision) == own)
+    return next((one for one in kept if one.samples_per_second >= least), fitting[0])
 
 
 def _adapters(found: Plan, run: Run, limits: Limits) -> Iterator[Candidate]:
@@ -179,12 +195,15 @@ def _adapters(found: Plan, run: Run, limits: Limits) -> Iterator[Candidate]:
             with suppress(RequestError):  # what this run cannot be combined with, is no way out
                 job, _, _ = job_of(run.settled("adapters", **dict.fromkeys(names, True)), found.machine)
                 if fitting := search(job, found.machine, limits).fitting:
-                    flags = " ".join(f"--{name} True" for name in names)
-                    yield _said(fitting[0], f"{flags}, ")
+                    yield _chosen(fitting[0], found, limits, "".join(f"--{name} True " for name in names))
 
 
-def _said(best: Candidate, ahead: str = "") -> Candidate:
-    return Candidate(f"{ahead}{best.words}", best.plan, None)
+def _chosen(best: Candidate, found: Plan, limits: Limits, ahead: str = "") -> Candidate:
+    """A layout of a search, named by the flags that select it."""
+    job, shared = best.plan.job, shared_by(found.job, best.plan.job)
+    also = [name for name in ("eval_batch", "precision") if getattr(best, name) is not None]
+    flags = flags_of(job, best.layout, limits.has_disk, shared, also)
+    return Candidate(ahead + flags, best.plan, None)
 
 
 def cheaper(found: Plan) -> list[Candidate]:
@@ -195,32 +214,52 @@ def cheaper(found: Plan) -> list[Candidate]:
 
 
 def _gentlest(found: Plan, does: Callable[[Plan], bool]) -> Iterator[Candidate]:
+    """Of each kind the first that `does`, named by its flags; none that takes as much time and memory as an earlier
+    one."""
+    kept = list[Candidate]()
     for kind in _changes(found.job):
         tried = (Candidate(words, plan(changed, found.machine), None) for words, changed in kind)
-        yield from islice((one for one in tried if does(one.plan)), 1)
+        for one in islice((one for one in tried if does(one.plan)), 1):
+            if not any(_is_no_better(one.plan, other.plan) for other in kept):
+                kept.append(one)
+                yield one
+
+
+def _is_no_better(one: Plan, other: Plan) -> bool:
+    is_slower = one.seconds.samples_per_second <= other.seconds.samples_per_second
+    return is_slower and one.peak_bytes >= other.peak_bytes and one.host_bytes >= other.host_bytes
 
 
 def _changes(job: Job) -> Iterator[list[tuple[str, Job]]]:
     again = replace(job, checkpoint_interval=1)
     if not job.checkpoint_interval:
-        yield [("activation checkpointing every layer", again)]
+        yield [(CHECKPOINTING, again)]
     halves = [job.eval_batch >> halvings for halvings in range(1, job.eval_batch.bit_length())]
-    yield [(f"an evaluation batch of {batch}", replace(job, eval_batch=batch)) for batch in halves]
+    yield [(f"--per_device_eval_batch_size {batch}", replace(job, eval_batch=batch)) for batch in halves]
     smaller = []
     for micro in (job.micro_batch >> halvings for halvings in range(1, job.micro_batch.bit_length())):
         steps = job.accumulation * job.micro_batch // micro
-        smaller.append((f"a micro-batch of {micro}", replace(job, micro_batch=micro, accumulation=steps)))
+        flags = f"--per_device_train_batch_size {micro} --gradient_accumulation_steps {steps}"
+        smaller.append((flags, replace(job, micro_batch=micro, accumulation=steps)))
     yield smaller
     if job.engine != PIPELINE:
         away = ("zero2_offload", "zero3_offload", "zero3_nvme")
         kinds = [(("zero1", "zero2", "zero3"), job), (away, job), (("zero2", "zero3", *away), again)]
         for names, kind in kinds:
-            words = "{}" if kind is job else "{} and checkpointing"
+            words = "--deepspeed {}" if kind is job else f"--deepspeed {{}} {CHECKPOINTING}"
             yield [(words.format(name), laid_out(kind, name)) for name in names if goes_with(job, name)]
         most = "zero3" if goes_with(job, "zero3") else "zero2"
         more = [job.world_size << doublings for doublings in range(1, 13)]
         yield [
-            (f"{ranks} ranks under {most} with checkpointing", replace(laid_out(again, most), world_size=ranks))
+            (
+                f"{ranks} ranks ({_nodes(ranks, job.ranks_per_node)}), --deepspeed {most} {CHECKPOINTING}",
+                replace(laid_out(again, most), world_size=ranks),
+            )
             for ranks in more
             if ranks <= MOST_RANKS
         ]
+
+
+def _nodes(ranks: int, ranks_per_node: int) -> str:
+    nodes, each = max(1, ranks // ranks_per_node), min(ranks, ranks_per_node)
+    return f"{nodes} {'node' if nodes == 1 else 'nodes'} of {each}"

@@ -246,14 +246,21 @@ def shared_by(*jobs: Job) -> list[str]:
     return [name for name in GROUPS if any(getattr(job, name) > 1 for job in jobs)]
 
 
-def flags_of(job: Job, layout: str = "", has_disk: bool = False, shared: Sequence[str] = ()) -> str:
+def flags_of(
+    job: Job,
+    layout: str = "",
+    has_disk: bool = False,
+    shared: Sequence[str] = (),
+    also: Sequence[str] = ("eval_batch", "precision"),
+) -> str:
     """The recipe flags that select this job; `layout` adds a shipped config. `has_disk`: the run already has
     --nvme_path, or a config that names the folder. `shared`: flags with which ranks share something in the run; here
     they need not."""
     flags = [] if not layout or job.engine == PIPELINE else [f"--deepspeed {layout}"]
     flags += [f"--per_device_train_batch_size {job.micro_batch}", f"--gradient_accumulation_steps {job.accumulation}"]
-    flags += [f"--per_device_eval_batch_size {job.eval_batch}"] if job.eval_batch else []
-    flags += [f"--{name} {job.precision == name}" for name in ("bf16", "fp16") if job.precision in (name, "fp32")]
+    flags += [f"--per_device_eval_batch_size {job.eval_batch}"] if job.eval_batch and "eval_batch" in also else []
+    if "precision" in also:
+        flags += [f"--{name} {job.precision == name}" for name in ("bf16", "fp16") if job.precision in (name, "fp32")]
     if job.checkpoint_interval:
         flags.append(f"--activation_checkpoint_interval {job.checkpoint_interval}")
     flags += [f"--{name} {getattr(job, name)}" for name in shared]

@@ -26,6 +26,7 @@ from typing import Any
 
 from finetune.errors import RequestError
 from finetune.run.choose import recipes
+from finetune.run.paths import missing_path
 from finetune.run.sizes import GPTLITE_SIZES, MOE_TYPE, causal_shape
 
 TABLE = Path(__file__).resolve().parent / "models.json"
@@ -57,6 +58,8 @@ def find_model(given: str) -> Named:
     the caller. Raises RequestError with similar names, or if such weights cannot be trained."""
     if name := _spellings().get(given.lower()):
         return _known(name)
+    if fault := missing_path(given):
+        raise RequestError(f"{given}: {fault}")
     owned = OWNED.fullmatch(given)
     words = _words(owned[1]) if owned else ()
     name = next((_shapes()[form] for form in _forms(words) if form in _shapes()), None)

@@ -37,6 +37,8 @@ def as_json(
         "fits": found.fits,
         "limit_bytes": found.limit_bytes, "device_bytes": found.device_bytes,
         "ranks": [_rank(rank) for rank in found.ranks],
+        "step_seconds": found.seconds.total,
+        "parts": found.seconds.parts,
         "seconds": asdict(found.seconds),
         "samples_per_second": found.seconds.samples_per_second,
         "notes": notes,

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
 
-from finetune.errors import RequestError
+from finetune.errors import RequestError, or_meant
 from finetune.run.mixture import parts_of
 from finetune.run.optimizer import dtype_mistakes, optim_mistakes
 from finetune.run.paths import METRICS
@@ -54,7 +54,9 @@ def conflicts(run: Run) -> Iterator[str]:
         yield f"{run.said('attn_implementation')}, but it must be one of {', '.join(ATTENTIONS)}."
     best, figures = run.value("metric_for_best_model"), run.recipe.figures
     if best and figures and not run.value("metrics") and best.removeprefix("eval_") not in figures:
-        yield f"{run.said('metric_for_best_model')}, but an evaluation here reports {', '.join(figures)}. Give one."
+        name, mend = best.removeprefix("eval_"), " Give one that fits the data."
+        known = f"but the evaluations of this recipe report {', '.join(figures)}.{or_meant(name, figures, mend)}"
+        yield f"{run.said('metric_for_best_model')}, {known}"
     if best in ("kl", "eval_kl") and "reference" in run.recipe.flags and run.value("loss") not in OF_REFERENCE:
         yield f"{run.said('metric_for_best_model')}, but {run.said('loss')}, which has no reference model. Use another."
     if "reference" in run.recipe.flags and run.given.get("preprocessing_num_workers"):

@@ -66,7 +66,7 @@ def _folder(name: str) -> str | None:
     return f"{found} Check the path."
 
 
-def _name_or_path(name: str) -> str | None:
+def missing_path(name: str) -> str | None:
     """A hub id has at most one slash; a name with more, or one that begins like a path, is a path."""
     is_path = name.startswith(("/", "./", "../", "~")) or name.rstrip("/").count("/") > 1
     path = Path(name).expanduser()
@@ -109,7 +109,7 @@ def _template(name: str) -> str | None:
     )
 
 
-KINDS = {FILE: missing_file, FOLDER: _folder, NAME_OR_PATH: _name_or_path, METRIC: _metric, TEMPLATE: _template}
+KINDS = {FILE: missing_file, FOLDER: _folder, NAME_OR_PATH: missing_path, METRIC: _metric, TEMPLATE: _template}
 
 
 def _there(missing: Path) -> str:

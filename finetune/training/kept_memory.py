@@ -47,6 +47,21 @@ def stop_keeping_freed_memory() -> None:
         libc.malloc_trim(0)
 
 
+class _Heap(ctypes.Structure):
+    """struct mallinfo2 (malloc.h)."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c d e f used free top".split()]
+
+
+def free_heap_bytes() -> int:
+    """How much of this process's heaps is free for the next tensors; 0 where malloc cannot tell (glibc before 2.33)."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        return 0
+    libc.mallinfo2.restype = _Heap
+    return int(libc.mallinfo2().free)
+
+
 def _glibc() -> ctypes.CDLL | None:
     given = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(n.startswith("MALLOC_") for n in os.environ)
     return None if "CS_GNU_LIBC_VERSION" not in os.confstr_names or given else ctypes.CDLL(None)

@@ -44,7 +44,7 @@ def test_what_fails_in_an_evaluation_alone_does_not_fit_and_is_proposed_with_a_s
     assert "evaluation batch 1" in proposed.words
     assert "--per_device_eval_batch_size 1" in flags_of(proposed.plan.job)
     mend = mends(asked)[0]
-    assert mend.layout.startswith("an evaluation batch of ")
+    assert mend.layout.startswith("--per_device_eval_batch_size ")
     assert mend.plan.fits
     assert not plan(replace(job, eval_batch=2 * mend.plan.job.eval_batch), small).fits
 

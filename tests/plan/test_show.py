@@ -147,10 +147,10 @@ def test_what_the_drivers_tool_will_show_is_said(gpu: str, tool: str | None) -> 
 
 def test_what_does_not_fit_says_how_much_is_too_much_and_what_would_help() -> None:
     one = planned(held(0, 200))
-    text = printed(100, one, None, [replace(SLOW, layout="activation checkpointing every layer")])
+    text = printed(100, one, None, [replace(SLOW, layout="--activation_checkpoint_interval 1")])
     too_much = 203.375 - one.limit_bytes / GIB
     assert f"It does not fit: 203.38 of {gib(one.limit_bytes)} GiB at the peak, {too_much:.2f} GiB too much." in text
-    assert "fits with activation checkpointing every layer: 13.38 GiB" in text
+    assert "fits with --activation_checkpoint_interval 1: 13.38 GiB" in text
 
 
 def test_a_peak_in_evaluation_is_told_from_that_of_training() -> None:

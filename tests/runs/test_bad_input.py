@@ -95,7 +95,7 @@ CASES = [
     ),
     pytest.param(
         lambda f: {"metric_for_best_model": "acuracy"},
-        "acuracy.*an evaluation here reports loss, accuracy",
+        "acuracy.*the evaluations of this recipe report loss, accuracy",
         id="no such metric",
     ),
     pytest.param(

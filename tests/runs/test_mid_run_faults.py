@@ -172,17 +172,23 @@ def test_stop_ends_the_run_before_the_step_and_a_run_that_skips_goes_past_it(tmp
 
 
 def test_no_more_memory_is_told_with_the_plan_and_the_cheapest_changes(tmp_path: Path) -> None:
-    command = [tool("python"), LANGUAGE, *flags({"output_dir": tmp_path / "run", "per_device_train_batch_size": 4096})]
     most = 6 * 2**30  # of address space, most of which torch and its libraries take
-    limited = ["prlimit", f"--as={most}", *command, *flags({"max_steps": 2, "eval_strategy": "no"})]
-    status, output = run_to_its_end(limited, {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"})
+    values = {"output_dir": tmp_path / "run", "max_steps": 1, "eval_strategy": "no", "overwrite_output_dir": True}
+    limited = ["prlimit", f"--as={most}", tool("python"), LANGUAGE, *flags(values)]
+    env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    status, output = run_to_its_end([*limited, "--per_device_train_batch_size", "4096"], env)
     assert status == 1, output[-3000:]
     (said,) = Finished(status, output, tmp_path / "run").errors
     assert "out of memory on rank 0" in said
     assert f"limited to {most / 2**30:.2f} GiB" in said
     assert re.search(
-        r"This would fit: \w+, micro-batch \d+, .*\([0-5]\.\d+ GiB, [\d.]+ times the time per sample\)", said
-    ), said
+        r"there is room for [0-2]\.\d+\. This would fit:\n  --deepspeed \w+ --per_device_train_batch_size \d+ .*: "
+        r"[0-2]\.\d+ GiB, [\d.]+ times the time per sample\n",
+        output,
+    ), output
+    (advised,) = re.findall(r"^  (--deepspeed \w+ .*): ", output, re.MULTILINE)
+    status, output = run_to_its_end([*limited, *advised.split()], env)
+    assert status == 0, output[-3000:]
     assert resource.getrlimit(resource.RLIMIT_AS)[0] != most
 
 
