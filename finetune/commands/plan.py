@@ -17,7 +17,7 @@ from finetune.plan.advice import notes as notes_of
 from finetune.plan.answers import Answer, Cost, cost_of, one_more_of, smallest_cluster, write_config
 from finetune.plan.from_run import job_of
 from finetune.plan.job import Job
-from finetune.plan.machine import Machine, find_machine, with_host_memory
+from finetune.plan.machine import LEAST_HOST_GIB, Machine, find_machine, with_host_memory
 from finetune.plan.named import refuse_size
 from finetune.plan.plan import Plan, plan
 from finetune.plan.questions import BATCH, DEADLINE, LONGEST, MODEL, OPEN
@@ -32,7 +32,7 @@ from finetune.run.run import Run
 from finetune.shipped import is_recipes_yaml
 
 MOST_RANKS = 65_536  # more is probably a typo
-LEAST_HOST_GIB, MOST_HOST_GIB = 0.1, 1e9
+MOST_HOST_GIB = 1e9
 
 
 def run(asked: argparse.Namespace) -> int:

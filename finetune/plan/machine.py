@@ -35,7 +35,7 @@ ALIASES |= {"8000": "Quadro-RTX8000", "6000adageneration": "RTX6000-Ada"}
 ALIASES |= dict.fromkeys(
     (f"pro6000blackwell{edition}" for edition in ("", "workstationedition", "serveredition")), "RTX-PRO-6000"
 )
-TOLD = "--host_memory"  # the source of what the user tells
+TOLD, LEAST_HOST_GIB = "--host_memory", 0.1  # the source of what the user tells, and the least that is taken
 
 
 @dataclass(frozen=True)

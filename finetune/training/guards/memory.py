@@ -19,7 +19,7 @@ from finetune.host.hardware import memory_granted, own_group
 from finetune.plan.advice import cheaper, limits_of, ways_out
 from finetune.plan.from_run import job_of
 from finetune.plan.job import DEEPSPEED, PIPELINE
-from finetune.plan.machine import Machine, find_machine, with_host_memory
+from finetune.plan.machine import LEAST_HOST_GIB, Machine, find_machine, with_host_memory
 from finetune.plan.plan import Plan, plan
 from finetune.plan.run_model import run_of_record
 from finetune.plan.search import LAYOUTS, Candidate, search
@@ -156,7 +156,8 @@ def _plan_command(folder: Path, run: Run, found: Plan) -> str:
     job, machine = found.job, found.machine
     words = ["finetune", "plan", str(folder / RUN_RECORD), "--gpus_per_node", str(job.ranks_per_node)]
     words += ["--nodes", str(nodes)] if (nodes := job.world_size // job.ranks_per_node) > 1 else []
-    words += ["--gpu", machine.name] if machine.device != "cpu" else ["--host_memory", f"{found.limit_bytes / GIB:.2f}"]
+    room = max(LEAST_HOST_GIB, min(found.host_limit_bytes, job.ranks_per_node * found.limit_bytes) / GIB)
+    words += ["--gpu", machine.name] if machine.device != "cpu" else ["--host_memory", f"{room:.2f}"]
     if not {"bf16", "fp16"} & run.given.keys() and job.precision != "fp32":
         words += [f"--{job.precision}", "True"]
     return shlex.join(words)
