@@ -179,7 +179,7 @@ def ways_out(found: Plan, searched: Found | None, run: Run, limits: Limits) -> l
 
 
 def _best(fitting: Sequence[Candidate], job: Job) -> Candidate:
-    """The fastest, or one that keeps the run's own config if it is as fast."""
+    """The fastest, or one that keeps the run's own config if it is `AS_FAST`."""
     least = AS_FAST * fitting[0].samples_per_second
     own = (job.engine, job.zero, job.precision)
     kept = (one for one in fitting if (one.plan.job.engine, one.plan.job.zero, one.plan.job.precision) == own)
@@ -203,6 +203,8 @@ def _chosen(best: Candidate, found: Plan, limits: Limits, ahead: str = "") -> Ca
     job, shared = best.plan.job, shared_by(found.job, best.plan.job)
     also = [name for name in ("eval_batch", "precision") if getattr(best, name) is not None]
     flags = flags_of(job, best.layout, limits.has_disk, shared, also)
+    if found.job.checkpoint_interval and not job.checkpoint_interval:
+        flags += " without --activation_checkpoint_interval"
     return Candidate(ahead + flags, best.plan, None)
 
 
@@ -242,7 +244,7 @@ def _changes(job: Job) -> Iterator[list[tuple[str, Job]]]:
         flags = f"--per_device_train_batch_size {micro} --gradient_accumulation_steps {steps}"
         smaller.append((flags, replace(job, micro_batch=micro, accumulation=steps)))
     yield smaller
-    if job.engine != PIPELINE:
+    if job.engine != PIPELINE and not job.trains_half:  # whose recipes refuse other configs
         away = ("zero2_offload", "zero3_offload", "zero3_nvme")
         kinds = [(("zero1", "zero2", "zero3"), job), (away, job), (("zero2", "zero3", *away), again)]
         for names, kind in kinds:
@@ -252,14 +254,10 @@ def _changes(job: Job) -> Iterator[list[tuple[str, Job]]]:
         more = [job.world_size << doublings for doublings in range(1, 13)]
         yield [
             (
-                f"{ranks} ranks ({_nodes(ranks, job.ranks_per_node)}), --deepspeed {most} {CHECKPOINTING}",
+                f"--nodes {ranks // job.ranks_per_node} --gpus_per_node {job.ranks_per_node} --deepspeed {most} "
+                f"{CHECKPOINTING}",
                 replace(laid_out(again, most), world_size=ranks),
             )
             for ranks in more
             if ranks <= MOST_RANKS
         ]
-
-
-def _nodes(ranks: int, ranks_per_node: int) -> str:
-    nodes, each = max(1, ranks // ranks_per_node), min(ranks, ranks_per_node)
-    return f"{nodes} {'node' if nodes == 1 else 'nodes'} of {each}"

@@ -26,6 +26,7 @@ from finetune.run.environment import environment_of_child
 LISTS = ("auto_mappings.py", "configuration_auto.py")  # of transformers/models/auto: they list all model types
 LONGEST = 300  # seconds that tracing a model may take
 TRACING = "finetune.measure.tracing"  # it imports torch, and so is never imported here
+OURS = Path(__file__).resolve().parents[1]  # nearly every file of the package decides on some trace
 REFUSED = 2  # its exit status if what it says is a reason of ours
 TRUSTS = "trust_remote_code"  # what the user allows, beside the config; never what a config says
 NOT_SHAPES = ("auto_map", "_name_or_path", TRUSTS, "transformers_version", "torch_dtype", "dtype")
@@ -102,8 +103,7 @@ def _traced(config: dict[str, Any], head: str, attention: str, where: str) -> di
 
 def _key(config: dict[str, Any], head: str, attention: str, code: Path | None) -> str:
     """A hash of all that a trace depends on."""
-    files = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))  # the whole package: few of it do not matter
-    files += sorted(code.glob("*.py")) if code else ()
+    files = [*sorted(OURS.rglob("*.py")), *(sorted(code.glob("*.py")) if code else ())]
     sources = b"".join(file.read_bytes() for file in files)
     made_by = [version("transformers"), version("torch"), hashlib.sha256(sources).hexdigest()]
     return hashlib.sha256(json.dumps([config, head, attention, made_by], sort_keys=True).encode()).hexdigest()

@@ -50,16 +50,18 @@ def stop_keeping_freed_memory() -> None:
 class _Heap(ctypes.Structure):
     """struct mallinfo2 (malloc.h)."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c d e f used free top".split()]
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c mapped d e used free top".split()]
 
 
-def free_heap_bytes() -> int:
-    """How much of this process's heaps is free for the next tensors; 0 where malloc cannot tell (glibc before 2.33)."""
+def heap_bytes() -> tuple[int, int] | None:
+    """What malloc has given out, tensors included, and what its heaps hold free. None where it cannot tell (before
+    glibc 2.33)."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):
-        return 0
+        return None
     libc.mallinfo2.restype = _Heap
-    return int(libc.mallinfo2().free)
+    found = libc.mallinfo2()
+    return int(found.used + found.mapped), int(found.free)
 
 
 def _glibc() -> ctypes.CDLL | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,9 +16,6 @@ from finetune.safe_read import read_json_object
 from finetune.training.checkpoints.identity import lineage_lines, read_run
 from finetune.training.run_folder import write_text
 from finetune.training.start import Session
-
-# A new run has nothing to resume. In "--resume checkpoint-20 --seed 1", the flag and its values.
-RESUMED = re.compile(r" --resume(?:[_-]changed)?(?:=\S+|(?: (?!--)\S+)*)(?= |$)")
 
 
 @dataclass(frozen=True)
@@ -50,9 +47,20 @@ def model_card(card: Card, metrics: dict[str, Any], environment: dict[str, Any],
         title=card.task[:1].upper() + card.task[1:],
         lineage=lineage,
         metrics=[(name, _number(value)) for name, value in metrics.items() if isinstance(value, int | float)],
-        command=RESUMED.sub("", environment["command"]).replace("`", "'"),
+        command=_begun_anew(environment["command"]).replace("`", "'"),
         versions=", ".join(f"{name} {version}" for name, version in environment["packages"].items()),
     )
+
+
+def _begun_anew(command: str) -> str:
+    """Without --resume and --resume_changed and their values: a new run has nothing to resume."""
+    kept, drops = list[str](), False
+    for word in shlex.split(command):
+        if word.startswith("--"):
+            drops = word.partition("=")[0].replace("-", "_") in ("__resume", "__resume_changed")
+        if not drops:
+            kept.append(word)
+    return shlex.join(kept)
 
 
 def write_card(session: Session, source: Any, account: Any, card: Card) -> None:

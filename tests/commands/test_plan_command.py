@@ -602,6 +602,41 @@ def test_a_cpu_without_bf16_is_planned_as_one_that_emulates_it(capsys: pytest.Ca
     assert "cpu has no fp16" in capsys.readouterr().err
 
 
+def test_the_room_for_tensors_does_not_depend_on_those_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank may be asked before its first step or, if the kernel killed another, in the middle of one."""
+    import torch
+
+    from finetune.plan.job import Job
+    from finetune.plan.model import model_of
+    from finetune.plan.named import find_model_config
+    from finetune.training.guards import memory
+
+    host = 2**34
+    monkeypatch.setattr(memory, "_host_limits", lambda: (host, 2**45, memory.NO_LIMIT))
+    job = Job(model_of(find_model_config("gpt2")), device="cpu")
+    found = memory.plan(job, memory.with_host_memory(memory.find_machine("cpu"), host))
+
+    def room(ranks: int) -> int:
+        return memory._for_tensors(found, ranks).machine.host_memory_bytes
+
+    alone, both = room(1), room(2)
+    assert 2**28 < host - alone < 2**33  # this process's libraries
+    assert both == pytest.approx(alone - (host - alone), abs=2**26)
+    ballast = torch.ones(2**28)
+    assert room(1) == pytest.approx(alone, abs=ballast.nbytes // 8)
+
+
+def test_a_way_out_that_needs_a_flag_dropped_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("gpt2-xl", "--gpu", "T4", "--gpus_per_node", "1")
+    found = planned(capsys, *words, "--activation_checkpoint_interval", "1")
+    best = found["ways_out"][0]
+    assert best["job"]["checkpoint_interval"] == 0
+    flags = best["layout"].removesuffix(" without --activation_checkpoint_interval")
+    assert flags != best["layout"]
+    again = planned(capsys, *words, *flags.split(), "--no_search")
+    assert again["ranks"][0]["peak"]["bytes"] == best["peak_bytes"]
+
+
 def test_a_run_without_memory_for_its_own_advice_still_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from finetune.training.guards import memory
 

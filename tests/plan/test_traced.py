@@ -242,6 +242,18 @@ def test_an_adapter_of_a_family_that_is_not_known_is_planned(tmp_path: Path, rec
     assert {name for name in trained if ".lora_" not in name} == also
 
 
+def test_a_cached_trace_is_of_the_code_that_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (tracing.OURS / "measure" / "tracing.py").is_file()
+    monkeypatch.setattr(tracing, "OURS", tmp_path)
+    source = tmp_path / "plan" / "forward" / "parts.py"
+    source.parent.mkdir(parents=True)
+    keys = set()
+    for text in ("one = 1", "one = 2"):
+        source.write_text(text)
+        keys.add(tracing._key(OPT, CAUSAL, "sdpa", None))
+    assert len(keys) == 2
+
+
 def test_a_process_of_its_own_traces_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "_traced", IN_A_PROCESS)
     monkeypatch.setattr(tracing, "_cache", lambda: tmp_path / "cache")

@@ -186,9 +186,14 @@ def test_no_more_memory_is_told_with_the_plan_and_the_cheapest_changes(tmp_path:
         r"[0-2]\.\d+ GiB, [\d.]+ times the time per sample\n",
         output,
     ), output
-    (advised,) = re.findall(r"^  (--deepspeed \w+ .*): ", output, re.MULTILINE)
-    status, output = run_to_its_end([*limited, *advised.split()], env)
-    assert status == 0, output[-3000:]
+    advised = re.findall(r"^  (--.*): \d", output, re.MULTILINE)
+    (shown,) = re.findall(r"^`finetune (plan .*)` shows", output, re.MULTILINE)
+    assert advised
+    for words in advised:
+        status, found = run_to_its_end([tool("finetune"), *shown.split(), *words.split(), "--no_search"], env)
+        assert "It fits" in found, found
+        status, found = run_to_its_end([*limited, *words.split()], env)
+        assert status == 0, found[-3000:]
     assert resource.getrlimit(resource.RLIMIT_AS)[0] != most
 
 

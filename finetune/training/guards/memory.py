@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import resource
 import shlex
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,15 +28,16 @@ from finetune.plan.search import LAYOUTS, Candidate, search
 from finetune.run.files import RUN_RECORD
 from finetune.run.launch import Launch, own_rank, read_launch
 from finetune.run.run import Run
-from finetune.training.kept_memory import free_heap_bytes, stop_keeping_freed_memory
+from finetune.training.kept_memory import heap_bytes, stop_keeping_freed_memory
 from finetune.training.runtime import choose_precision
 from finetune.training.speed import peak_rss_bytes
 
 GIB = 2**30
 NO_LIMIT = 2**62
-# Measured on two cores. Of what malloc takes for tensors, the share that it loses, at most: causal_lm with batches of
-# 256 to 1,024 held 1.04 to 1.37 times its planned peak. And the address space that DeepSpeed's libraries reserve.
-LOST_BETWEEN_BLOCKS, SPACE_OF_DEEPSPEED = 0.3, int(0.6 * GIB)
+# Measured on two cores with torch 2.13 and DeepSpeed 0.19.8:
+LOST_BETWEEN_BLOCKS = 0.3  # causal_lm with batches of 256 to 1,024 held 1.04 to 1.37 times its planned peak
+SPACE_OF_DEEPSPEED = int(0.6 * GIB)  # address space that a run has more under DeepSpeed
+MALLOC_OF_LIBRARIES = int(0.2 * GIB)  # of Python and libraries, apart from their code
 # From torch/c10/core/impl/alloc_cpu.cpp and the caching allocators of 2.13; DeepSpeed and numpy pass them on.
 WORDS = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
 
@@ -104,23 +107,25 @@ def _with_precision(cpu: Machine) -> Machine:
 
 def _for_tensors(found: Plan, ranks: int) -> Plan:
     """The plan of a run on CPUs that has begun, with only the memory that is there for tensors: libraries, threads and
-    the allocator's gaps take the rest. `ranks`: on this host."""
-    machine, (_, space, _) = found.machine, _host_limits()
+    the gaps between malloc's blocks take the rest. `ranks`: on this host. May be asked in the middle of a step."""
     stop_keeping_freed_memory()
-    now, kept = psutil.Process().memory_info(), found.fullest.resident_bytes
-    beside, reserved = max(0, now.rss - kept), max(0, now.vms - free_heap_bytes() - kept)
+    if (heap := heap_bytes()) is None:
+        return found
+    machine, (_, space, _), (used, free) = found.machine, _host_limits(), heap
+    now = psutil.Process().memory_info()
+    beside, reserved = (max(0, size) + MALLOC_OF_LIBRARIES for size in (now.rss - used, now.vms - used - free))
     reserved += 0 if found.job.engine in (DEEPSPEED, PIPELINE) else SPACE_OF_DEEPSPEED
     host = max(1, machine.host_memory_bytes - ranks * beside)
-    least = max(2, min(host, space - reserved))
+    least = max(2, min(host, space - reserved))  # of which a profile has at least a byte for tensors
     return replace(
         found, machine=replace(machine, memory_bytes=least, host_memory_bytes=host, fragmentation=LOST_BETWEEN_BLOCKS)
     )
 
 
 def advice(folder: Path, launch: Launch | None = None) -> str:
-    """The plan for a run's recipe.yaml: the peak of the fullest rank, and what would fit here; or, if the run should
-    have fitted, the three cheapest changes that lower its peak. Without `launch` it is read from the environment, which
-    `start` may have changed for the libraries."""
+    """The plan for a run's recipe.yaml: the peak of the fullest rank, the room that is here, and what would fit; or, if
+    the run should have fitted, the three cheapest changes that lower its peak. Without `launch` it is read from the
+    environment, which `start` may have changed for the libraries."""
     try:
         launch = launch or read_launch()
         run, machine = run_of_record(folder, launch), _machine_here()
@@ -143,7 +148,7 @@ def advice(folder: Path, launch: Launch | None = None) -> str:
     )
     room = found.limit_bytes / GIB
     text = f"Planned: {found.peak_bytes / GIB:.2f} GiB of tensors on the fullest rank; there is room for {room:.2f}. "
-    where = f"`{_plan_command(folder, run, found)}` shows what uses it."
+    where = f"`{_plan_command(folder, run, found, fitting)}` shows what uses it."
     if fitting:
         said = "This would fit"
     else:
@@ -151,13 +156,18 @@ def advice(folder: Path, launch: Launch | None = None) -> str:
     return text + (f"{said}:{changes}\n" if changes else "No known change lowers it. ") + where
 
 
-def _plan_command(folder: Path, run: Run, found: Plan) -> str:
-    """The command that makes the plan of this run, here, again."""
+def _plan_command(folder: Path, run: Run, found: Plan, fitting: Sequence[Candidate]) -> str:
+    """The command that makes the plan of this run again, with enough host memory for what is `fitting`."""
     job, machine = found.job, found.machine
     words = ["finetune", "plan", str(folder / RUN_RECORD), "--gpus_per_node", str(job.ranks_per_node)]
     words += ["--nodes", str(nodes)] if (nodes := job.world_size // job.ranks_per_node) > 1 else []
-    room = max(LEAST_HOST_GIB, min(found.host_limit_bytes, job.ranks_per_node * found.limit_bytes) / GIB)
-    words += ["--gpu", machine.name] if machine.device != "cpu" else ["--host_memory", f"{room:.2f}"]
+    host = found.host_limit_bytes
+    if machine.device != "cpu":
+        words += ["--gpu", machine.name]
+    else:  # the ranks' room, also where it is less than the host has, and what the profile takes off
+        room = max([job.ranks_per_node * found.limit_bytes, *(one.plan.host_bytes for one in fitting)])
+        host = min(host, int(room / (1 - find_machine("cpu").fragmentation)))
+    words += ["--host_memory", f"{max(LEAST_HOST_GIB, math.ceil(100 * host / GIB) / 100):.2f}"]
     if not {"bf16", "fp16"} & run.given.keys() and job.precision != "fp32":
         words += [f"--{job.precision}", "True"]
     return shlex.join(words)
