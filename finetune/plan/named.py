@@ -59,7 +59,7 @@ def find_model(given: str) -> Named:
     if name := _spellings().get(given.lower()):
         return _known(name)
     if fault := missing_path(given):
-        raise RequestError(f"{given}: {fault}")
+        raise RequestError(f"{given}: no model is known by this name, and {fault}")
     owned = OWNED.fullmatch(given)
     words = _words(owned[1]) if owned else ()
     name = next((_shapes()[form] for form in _forms(words) if form in _shapes()), None)
