@@ -109,11 +109,7 @@ def plan_of(asked: argparse.Namespace) -> Outcome:
     else:
         planned = questions.small(planned, question) if question in (LONGEST, BATCH) else planned
         job, config, more = job_of(planned, machine, asked.params_per_layer)
-    if question is None and asked.global_batch_size not in (None, 0, job.global_batch):
-        more.append(
-            f"--global_batch_size {asked.global_batch_size} is for the layouts that are searched; the plan is of "
-            f"the run's own {job.global_batch:,} samples per step. --gradient_accumulation_steps changes that."
-        )
+        more = [*more, *_batch_note(asked.global_batch_size, job, question)]
     limits = _limits(asked, job, planned, question)
     answer, among = None, None
     if question in (LONGEST, BATCH, MODEL):
@@ -132,6 +128,16 @@ def plan_of(asked: argparse.Namespace) -> Outcome:
     cost = None if price is None else cost_of(found, price, planned.value("max_steps"))
     one_more = one_more_of(found) if asked.one_more_gpu else None
     return Outcome(found, planned, config, [*notes, *more, *notes_of(found)], limits, answer, cost, one_more)
+
+
+def _batch_note(asked: int | None, job: Job, question: str | None) -> list[str]:
+    """That --global_batch_size is not that of the plan itself, if so."""
+    if question is not None or asked in (None, 0, job.global_batch):
+        return []
+    return [
+        f"--global_batch_size {asked} is for the layouts that are searched; the plan is of the run's own "
+        f"{job.global_batch:,} samples per step. --gradient_accumulation_steps changes that."
+    ]
 
 
 def with_layouts(outcome: Outcome, no_search: bool, tries: int | None = None) -> Outcome:

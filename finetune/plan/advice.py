@@ -62,11 +62,13 @@ def _host(found: Plan) -> Iterator[str]:
     """Where a run may have only its GPUs' share of a node's memory, as in a cloud or under Slurm; and where it leaves
     little for all else."""
     filled = found.host_bytes / found.host_limit_bytes
-    if found.job.device != "cpu" and MOST_OF_HOST < filled <= 1:
+    if found.job.device == "cpu" or filled > 1:
+        return
+    if filled > MOST_OF_HOST:
         yield f"this fills {filled:.0%} of a node's host memory; the system, Python and data loaders need some, too."
     here, on_node = min(found.job.world_size, found.job.ranks_per_node), found.machine.ranks_per_node
     share, is_told = found.host_limit_bytes * here // on_node, found.machine.sources.get("host_memory_bytes") == TOLD
-    if found.job.device != "cpu" and not is_told and share < found.host_bytes <= found.host_limit_bytes:
+    if not is_told and share < found.host_bytes:
         yield (
             f"this needs {found.host_bytes / GIB:,.2f} GiB of host memory. It fits if the run has all of the node's, "
             f"not only the {share / GIB:,.0f} GiB of {here} of its {on_node} GPUs; --host_memory GIB tells what it has."

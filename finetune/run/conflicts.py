@@ -53,11 +53,11 @@ def conflicts(run: Run) -> Iterator[str]:
     if attention and "/" not in attention and attention.removeprefix("paged|") not in ATTENTIONS:
         yield f"{run.said('attn_implementation')}, but it must be one of {', '.join(ATTENTIONS)}."
     best, figures = run.value("metric_for_best_model"), run.recipe.figures
-    if best and figures and not run.value("metrics") and best.removeprefix("eval_") not in figures:
-        name, mend = best.removeprefix("eval_"), " Give one that fits the data."
+    name, mend = (best or "").removeprefix("eval_"), " Give one that fits the data."
+    if best and figures and not run.value("metrics") and name not in figures:
         known = f"but the evaluations of this recipe report {', '.join(figures)}.{or_meant(name, figures, mend)}"
         yield f"{run.said('metric_for_best_model')}, {known}"
-    if best in ("kl", "eval_kl") and "reference" in run.recipe.flags and run.value("loss") not in OF_REFERENCE:
+    if name == "kl" and "reference" in run.recipe.flags and run.value("loss") not in OF_REFERENCE:
         yield f"{run.said('metric_for_best_model')}, but {run.said('loss')}, which has no reference model. Use another."
     if "reference" in run.recipe.flags and run.given.get("preprocessing_num_workers"):
         said = run.said("preprocessing_num_workers")

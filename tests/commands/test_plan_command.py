@@ -617,11 +617,12 @@ def test_the_room_for_tensors_does_not_depend_on_those_that_are_there(monkeypatc
 
     host = 2**34
     monkeypatch.setattr(memory, "_host_limits", lambda: (host, 2**45, memory.NO_LIMIT))
-    job = Job(model_of(find_model_config("gpt2")), device="cpu")
-    found = memory.plan(job, memory.with_host_memory(memory.find_machine("cpu"), host))
+    model = model_of(find_model_config("gpt2"))
+    machine = memory.with_host_memory(memory.find_machine("cpu"), host)
 
     def room(ranks: int) -> int:
-        return memory._for_tensors(found, ranks).machine.host_memory_bytes
+        found = memory.plan(Job(model, device="cpu", world_size=ranks, ranks_per_node=ranks), machine)
+        return memory._for_tensors(found).machine.host_memory_bytes
 
     alone, both = room(1), room(2)
     assert 2**28 < host - alone < 2**33  # this process's libraries

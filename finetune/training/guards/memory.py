@@ -105,9 +105,9 @@ def _with_precision(cpu: Machine) -> Machine:
     return replace(cpu, peak_flops={**peaks, "bf16": peaks["fp32"]}, gemm_efficiency={**shares, "bf16": shares["fp32"]})
 
 
-def _for_tensors(found: Plan, ranks: int) -> Plan:
+def _for_tensors(found: Plan) -> Plan:
     """The plan of a run on CPUs that has begun, with only the memory that is there for tensors: libraries, threads and
-    the gaps between malloc's blocks take the rest. `ranks`: on this host. May be asked in the middle of a step."""
+    the gaps between malloc's blocks take the rest. May be asked in the middle of a step."""
     stop_keeping_freed_memory()
     if (heap := heap_bytes()) is None:
         return found
@@ -115,7 +115,7 @@ def _for_tensors(found: Plan, ranks: int) -> Plan:
     now = psutil.Process().memory_info()
     beside, reserved = (max(0, size) + MALLOC_OF_LIBRARIES for size in (now.rss - used, now.vms - used - free))
     reserved += 0 if found.job.engine in (DEEPSPEED, PIPELINE) else SPACE_OF_DEEPSPEED
-    host = max(1, machine.host_memory_bytes - ranks * beside)
+    host = max(1, machine.host_memory_bytes - found.job.ranks_per_node * beside)
     least = max(2, min(host, space - reserved))  # of which a profile has at least a byte for tensors
     return replace(
         found, machine=replace(machine, memory_bytes=least, host_memory_bytes=host, fragmentation=LOST_BETWEEN_BLOCKS)
@@ -127,15 +127,14 @@ def advice(folder: Path, launch: Launch | None = None) -> str:
     the run should have fitted, the three cheapest changes that lower its peak. Without `launch` it is read from the
     environment, which `start` may have changed for the libraries."""
     try:
-        launch = launch or read_launch()
-        run, machine = run_of_record(folder, launch), _machine_here()
+        run, machine = run_of_record(folder, launch or read_launch()), _machine_here()
         job, _, _ = job_of(run, machine)
         found = plan(job, machine)
         if machine.device == "cpu":
-            found = _for_tensors(found, launch.local_world_size)
-        limits = limits_of(run, job, [name for name in LAYOUTS if name != PIPELINE]).usual
+            found = _for_tensors(found)
         fitting = list[Candidate]()
         if not found.fits:  # a pipeline's script takes no other layout
+            limits = limits_of(run, job, [name for name in LAYOUTS if name != PIPELINE]).usual
             layouts = None if job.engine == PIPELINE else search(job, found.machine, limits)
             fitting = ways_out(found, layouts, run, limits)
     except (FinetuneError, OSError, MemoryError) as error:
