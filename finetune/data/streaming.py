@@ -12,7 +12,6 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 from torch.utils.data import IterableDataset as TorchIterableDataset
-from torch.utils.data import get_worker_info
 from transformers import DataCollatorWithPadding
 
 from finetune.data.changes import UnchangedFiles, unchanged_rows
@@ -198,8 +197,7 @@ class TextStream(TorchIterableDataset):
             value = row[columns.label]
             text = tuple(str(row[name]) for name in columns.text)
             yield {"text": text, "labels": self.found.labels.encode(names[value] if names else value)}
-        worker = get_worker_info()
-        if read < self.found.rows and (worker is None or worker.num_workers == 1):  # several workers share the rows
+        if read < self.found.rows:
             raise RunError(
                 f"the stream ended after {read:,} rows, but {self.found.rows:,} were counted before training. Is "
                 "it truncated? Fix it, then start again with --resume allow."

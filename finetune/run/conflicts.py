@@ -70,6 +70,11 @@ def conflicts(run: Run) -> Iterator[str]:
             f"{run.said('enable_jit_checkpoint')}: here every run saves a checkpoint on SIGTERM and SIGUSR1, on all "
             "ranks at once. Drop it."
         )
+    if "streaming" in run.recipe.flags and run.value("streaming") and run.value("dataloader_num_workers") > 1:
+        yield (
+            f"{run.said('dataloader_num_workers')}: a stream is read by one process. Give 1 to tokenize in the "
+            "background, or 0."
+        )
     if run.value("save_total_limit") == 0:
         yield (
             f"{run.said('save_total_limit')}, which keeps every checkpoint. Write none for that, or --save_strategy no "
@@ -257,11 +262,6 @@ def _of_language(run: Run) -> Iterator[str]:
         yield (
             f"{run.said('group_by_length')}, but {run.said('train_file')}: samples mixed by weight keep "
             "their order. Drop one of them."
-        )
-    if streaming and value("dataloader_num_workers") > 1:
-        yield (
-            f"{run.said('dataloader_num_workers')}: a stream is read by one process. Give 1 to tokenize in the "
-            "background, or 0."
         )
     if streaming and value("tokenizer") == "char" and not (value("tokenizer_name") or value("model_name_or_path")):
         yield (

@@ -162,7 +162,7 @@ def unusable(name: str, may_be_long: bool = False) -> str | None:
     if strange:
         return f"has the character {strange!r}, which a path of a run cannot have. Rename it"
     if name.startswith("~") and os.path.expanduser(name) == name:
-        return "begins with ~, but there is no such user here. Write the folder out"
+        return "begins with ~, and there is no such user here. Write the folder out"
     encoded = b"" if may_be_long else os.fsencode(name)
     if len(encoded) > MOST_BYTES or any(len(part) > MOST_BYTES_OF_A_PART for part in encoded.split(b"/")):
         return f"is longer than a file system allows ({MOST_BYTES_OF_A_PART} bytes between slashes). Shorten it"

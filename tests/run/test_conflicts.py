@@ -93,6 +93,8 @@ EVERY_4 = "--save_strategy steps --eval_strategy steps --eval_steps 4"
         (CAUSAL_LM, "--group_by_length", "does nothing: --packing is 'wrapped'"),
         (CAUSAL_LM, "--document_mask --packing none", "does nothing: --packing is 'none'"),
         (SEQ_CLS, "--train_file a --streaming --group_by_length", "does nothing: --streaming is True"),
+        (SEQ_CLS, "--train_file a --streaming --dataloader_num_workers 2", "a stream is read by one process"),
+        (CAUSAL_LM, "--streaming --max_steps 3 --dataloader_num_workers 2", "a stream is read by one process"),
         (SEQ_CLS, "--run_name x", "does nothing: --report_to is"),
         (SEQ_CLS, "--save_strategy no --save_total_limit 3", "does nothing: --save_strategy is 'no'"),
         (SEQ_CLS, "--encoding cp1252", "does nothing: --train_file is None"),
