@@ -59,8 +59,8 @@ is left out because of its error. They are not in the tables above.
   (phi-1.5: 1,044). Its GELU is torch's, and so is the plan's. bitsandbytes 0.41 kept the inputs of each product with
   4-bit weights for the backward pass, and 0.50 does not. Excluded are two GPUs, whose peak does not depend on the
   batch, and StableLM.
-- bitsandbytes: the blog of Hugging Face, "Making LLMs even more accessible": what fits on a T4. Excluded are 8 bits and
-  quantized scales, which plans do not support; FP4 takes as much as NF4.
+- bitsandbytes: the blog of Hugging Face, "Making LLMs even more accessible": what fits on a T4. Excluded are 8 bits,
+  which plans do not support, and double quantization; FP4 takes as much as NF4.
 - autotuning: DeepSpeedExamples, training/autotuning/hf: transformers 4.12 on 16 V100s; we assume 32 GB. Samples/s are
   the Trainer's over 200 steps, with the start of DeepSpeed; "timers" are DeepSpeed's own, of forward, backward and
   step. DDP used a loop of AdamW, planned as the foreach one. They had eager attention; the speeds of encoders, of 128

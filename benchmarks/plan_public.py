@@ -63,7 +63,7 @@ AdamW; LoRA of rank 16 is on the attention projections. Two GPUs share weights b
 peak of `torch.cuda.max_memory_allocated` and that of nvidia-smi, which the authors averaged over the GPUs.
 
 transformers 4.48 (4.45 for PowerLM) copied the logits to shift them, so the plan has 4 (2) bytes per logit added to its
-forward peak. Its 4-bit runs quantize the scales, too; ours do not, so 3 bytes of each 64 weights are subtracted.
+forward peak. Its 4-bit runs use double quantization.
 Excluded are full fine-tuning and 4 bits on two GPUs: they keep no fp32 weights, and shard 4-bit weights, which plans do
 not support. Speeds of Mixtral are excluded: its experts were a loop in Python. PowerLM, a Granite, is planned as a
 Llama of its shape. The runs used version 1 of FSDP, plans follow version 2. By its two batches, Mistral takes one
@@ -125,8 +125,7 @@ def allocated(row: dict[str, Any], models: dict[str, Any]) -> float:
     job, machine = plan_speed.job_of(row, models), find_machine("A100-80GB")
     peaks = plan_memory(replace(job, eval_batch=0), machine).peaks
     logits: int = row["logit_bytes"] * job.micro_batch * job.tokens * job.model.vocab_size
-    scales = sum(3 * tensor.elements / 64 for tensor in job.model.tensors if tensor.is_packed)
-    return max(peaks["forward"].bytes + logits, *(peak.bytes for peak in peaks.values())) - scales
+    return max(peaks["forward"].bytes + logits, *(peak.bytes for peak in peaks.values()))
 
 
 def summary(errors: Sequence[float]) -> str:

@@ -148,7 +148,7 @@ def job_of(row: dict[str, Any], models: dict[str, Any]) -> Job:
     )
     if row["lora"]:
         adapter = Lora(row["lora"], TARGETS.get(row.get("targets", ""), EVERY_LINEAR), row.get("dropout", 0.05))
-        model = with_lora(in_4bit(model) if row.get("packed") else model, adapter)
+        model = with_lora(in_4bit(model, double_quant=True) if row.get("packed") else model, adapter)
     job = Job(
         model, world_size=row["gpus"], ranks_per_node=row.get("gpus_per_node", 8), micro_batch=row.get("batch", 1),
         tokens=row["tokens"], accumulation=row.get("accumulation", 8), precision="bf16", dtype="bfloat16",

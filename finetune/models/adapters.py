@@ -124,7 +124,8 @@ def check_expert_adapter(model: Any) -> None:
 
 def kept_as(run: Run, adapter: Path | None, bf16: bool) -> Kept:
     """How the named model's weights are stored, in a run that computes in bf16 or not."""
-    return Kept(base_dtype(run, bf16, adapter is not None), bool(run.value("use_peft") and run.value("load_in_4bit")))
+    in_4bit = bool(run.value("use_peft") and run.value("load_in_4bit"))
+    return Kept(base_dtype(run, bf16, adapter is not None), in_4bit, run.value("bnb_4bit_use_double_quant"))
 
 
 def with_adapter(model: Any, arguments: AdapterArguments, adapter: Path | None, task: str) -> Any:

@@ -173,10 +173,12 @@ def from_pretrained(auto: Any, flag: str, name: str, arguments: Any, mend: str =
 
 @dataclass(frozen=True)
 class Kept:
-    """How weights are stored: in `dtype`; with `in_4bit`, linear layers outside the modules `whole` in 4 bits."""
+    """How weights are stored: in `dtype`; with `in_4bit`, linear layers outside the modules `whole` in 4 bits, and with
+    `double_quant` their scales in 8."""
 
     dtype: str = "float32"  # transformers 5 would use the file's
     in_4bit: bool = False
+    double_quant: bool = False
     whole: tuple[str, ...] | None = None  # None: the head of a language model
 
     def chosen(self) -> dict[str, Any]:
@@ -185,6 +187,7 @@ class Kept:
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_compute_dtype=torch.bfloat16,
+            bnb_4bit_use_double_quant=self.double_quant,
             llm_int8_skip_modules=None if self.whole is None else list(self.whole),
         )
         return {"dtype": getattr(torch, self.dtype), **({"quantization_config": packed} if self.in_4bit else {})}

@@ -50,7 +50,7 @@ def job_of(
     precision, device = _precision(run, flags, machine, asked), machine.torch_device
     job = replace(
         subject,
-        model=with_lora(in_4bit(model) if run.value("load_in_4bit") else model, lora) if lora else model,
+        model=with_lora(_stored(model, run), lora) if lora else model,
         engine=FSDP if run.value("fsdp") else TRAINER,
         world_size=run.launch.world_size,
         ranks_per_node=run.launch.local_world_size,
@@ -142,9 +142,14 @@ def _preferences(run: Run, model: Model, bf16: bool, notes: list[str]) -> dict[s
     notes.append(
         "the reference's forward pass is counted, with an upper bound for activations; its gathers' time is not"
     )
-    base = in_4bit(model) if run.value("load_in_4bit") else model
+    base = _stored(model, run)
     kind = SECOND if form == "online" else OWN_BASE
     return found | {"teacher": base, "teacher_dtype": facts.base_dtype(run, bf16), "reference": kind}
+
+
+def _stored(model: Model, run: Run) -> Model:
+    """With its weights as they are stored under an adapter."""
+    return in_4bit(model, run.value("bnb_4bit_use_double_quant")) if run.value("load_in_4bit") else model
 
 
 def _check_numbers(run: Run, params_per_layer: int | None) -> None:

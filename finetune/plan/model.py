@@ -25,6 +25,8 @@ MLP, RESNET = "mlp", "resnet"
 NO_TEXT = (MLP, RESNET)
 KINDS = tuple(sorted((RESNET, *KNOWN)))  # the values of model_type that are planned without torch
 PACKED_BLOCK = 64  # weights that share a scale in 4 bits
+SCALES_BLOCK = 256  # scales that share one of their own in double quantization
+CODE_VALUES = 256  # of the table that decodes scales of 8 bits
 NOT_LINEAR = {"gate", "router", "experts", "relative_attention_bias"}  # matrices of blocks that are not linear layers
 HEADS = {  # by suffixes of class names
     "ForCausalLM": CAUSAL,
@@ -49,6 +51,7 @@ class Tensor:
     layer: int | None = None
     trains: bool = True
     is_packed: bool = False  # in 4 bits
+    has_double_quant: bool = False  # if packed, its scales are quantized, too
     holders: int = 1  # ranks that hold as many other experts each, where this is a rank's part of a layer's
     is_reached: bool = True  # by a gradient, unlike a pooler whose output is not read
 
@@ -57,10 +60,16 @@ class Tensor:
         return math.prod(self.shape)
 
     def bytes(self, each: int) -> int:
-        """bitsandbytes packs two weights in a byte, and keeps the maximum of each 64 in fp32
+        """bitsandbytes packs two weights in a byte, and keeps the maximum of each 64, its scale, in fp32. Double
+        quantization keeps scales in 8 bits, and in fp32 the maximum of each 256, their mean and a table of 256 values
         (bitsandbytes 0.50, functional.py, quantize_4bit)."""
-        packed = math.ceil(self.elements / 2) + math.ceil(self.elements / PACKED_BLOCK) * FP32_BYTES
-        return packed if self.is_packed else self.elements * each
+        if not self.is_packed:
+            return self.elements * each
+        scales = math.ceil(self.elements / PACKED_BLOCK)
+        size = scales * FP32_BYTES
+        if self.has_double_quant:
+            size = scales + (math.ceil(scales / SCALES_BLOCK) + 1 + CODE_VALUES) * FP32_BYTES
+        return math.ceil(self.elements / 2) + size
 
 
 @dataclass(frozen=True)
@@ -208,9 +217,9 @@ def _trace(found: Mapping[str, Any], **more: Any) -> Trace:
     return Trace(**{**found, **more, "in_fp32": _trace(whole) if whole else None})
 
 
-def in_4bit(model: Model) -> Model:
+def in_4bit(model: Model, double_quant: bool = False) -> Model:
     """With its blocks' linear layers packed (transformers, quantizers/base.py, get_modules_to_not_convert)."""
-    packed = [replace(tensor, is_packed=is_block_linear(tensor)) for tensor in model.tensors]
+    packed = [replace(t, is_packed=is_block_linear(t), has_double_quant=double_quant) for t in model.tensors]
     return replace(model, tensors=tuple(packed))
 
 

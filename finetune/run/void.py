@@ -90,6 +90,7 @@ VOID = (
         (False,),
         "It is for adapters. Add --use_peft True, or drop it.",
     ),
+    Void(("bnb_4bit_use_double_quant",), "load_in_4bit", (False,), "Add --load_in_4bit True, or drop it."),
     Void(
         ("model_size", "model_type", "config_overrides", "dropout", "norm", "tokenizer", "bpe_vocab_size"),
         "model_name_or_path",

@@ -86,7 +86,7 @@ def reference_key(session: Session, source: CausalSource, data: PreferenceData, 
         digests.of_weights(source.pretrained, run.value("model_revision")),
         digests.of_base(str(source.adapter) if source.adapter else None, None, whole=True),
         training.seed if source.pretrained is None or run.value("resize_embeddings") else None,
-        [training.bf16, training.fp16, run.value("dtype"), run.value("load_in_4bit")],
+        [training.bf16, training.fp16, *map(run.value, ("dtype", "load_in_4bit", "bnb_4bit_use_double_quant"))],
     )
 
 

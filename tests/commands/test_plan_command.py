@@ -669,8 +669,15 @@ LINEAR_8B = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
         ((), 2 * LLAMA_3_8B),
         (("--dtype", "float32"), 4 * LLAMA_3_8B),
         (("--load_in_4bit", "True"), LINEAR_8B // 2 + 4 * LINEAR_8B // 64 + 2 * (LLAMA_3_8B - LINEAR_8B)),
+        (
+            ("--load_in_4bit", "True", "--bnb_4bit_use_double_quant", "True"),
+            LINEAR_8B // 2
+            + LINEAR_8B // 64
+            + 4 * (LINEAR_8B // 64 // 256 + 32 * 7 * 257)
+            + 2 * (LLAMA_3_8B - LINEAR_8B),
+        ),
     ],
-    ids=["in bf16", "in fp32", "in 4 bits"],
+    ids=["in bf16", "in fp32", "in 4 bits", "in 4 bits with double quantization"],
 )
 def test_lora_of_eight_billion_is_planned_on_weights_as_they_are_kept(
     words: tuple[str, ...], base: int, capsys: pytest.CaptureFixture[str]

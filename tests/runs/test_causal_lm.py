@@ -470,9 +470,11 @@ def test_adapters_train_beside_weights_of_4_bits_also_after_an_evaluation(tmp_pa
     values = {**LORA, "model_name_or_path": base, "eval_strategy": "steps", "eval_steps": 2}
     plain = train("python", tmp_path / "plain", values)
     small = train("python", tmp_path / "small", {**values, "load_in_4bit": True})
-    assert small.column("loss") == pytest.approx(plain.column("loss"), rel=0.02)
-    assert small.column("loss") != plain.column("loss")
-    assert (small.folder / "merged" / "model.safetensors").is_file()
+    smaller = train("python", tmp_path / "smaller", {**values, "load_in_4bit": True, "bnb_4bit_use_double_quant": True})
+    for packed in (small, smaller):
+        assert packed.column("loss") == pytest.approx(plain.column("loss"), rel=0.02)
+        assert (packed.folder / "merged" / "model.safetensors").is_file()
+    assert plain.column("loss") != small.column("loss") != smaller.column("loss")
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])

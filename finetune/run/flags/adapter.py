@@ -46,3 +46,4 @@ class AdapterArguments:
     lora_use_rslora: bool = flag(False, "rsLoRA: scale by lora_alpha / sqrt(lora_r)", VALUES)
     merge_adapter: bool = flag(False, "also write the model with the adapter merged into it, to merged/", GOES_ON)
     load_in_4bit: bool = flag(False, "QLoRA: load the frozen weights in 4 bits (bitsandbytes)", NEVER)
+    bnb_4bit_use_double_quant: bool = flag(False, "QLoRA: quantize the scales of 4-bit weights, too", NEVER)
