@@ -48,6 +48,10 @@ def job_of(
     lora, asked = lora_of(run, model, notes), engine.deepspeed_config_of(run)
     flags = facts.precision_flags(run, engine.stated_precision(asked), lambda: _fastest(machine, notes), bool(asked))
     precision, device = _precision(run, flags, machine, asked), machine.torch_device
+    if run.value("use_liger_kernel"):
+        notes.append(
+            "--use_liger_kernel: its fused kernels and its loss without logits are not counted; a run takes less"
+        )
     job = replace(
         subject,
         model=with_lora(_stored(model, run), lora) if lora else model,
@@ -59,6 +63,7 @@ def job_of(
         micro_batch=run.value("per_device_train_batch_size"),
         accumulation=run.value("gradient_accumulation_steps"),
         precision=precision,
+        tf32=_tf32(run, machine),
         checkpoint_interval=facts.checkpoint_interval(run),
         attention=_attention(run, subject.tokens, device, precision),
         device=device,
@@ -251,6 +256,13 @@ def _side(run: Run, model: Model, notes: list[str]) -> int:
         return facts.LEAST_SIDE  # the built-in digits and CIFAR-10 are this small
     notes.append(f"images are counted as {facts.MOST_SIDE} pixels a side; --image_size changes that")
     return facts.MOST_SIDE
+
+
+def _tf32(run: Run, machine: Machine) -> bool | None:
+    found: bool | None = run.value("tf32")
+    if found and "tf32" not in machine.peak_flops:
+        raise RequestError(f"{run.said('tf32')}, but {machine.name} has no TF32. Leave it out.")
+    return found
 
 
 def _fastest(machine: Machine, notes: list[str]) -> str:

@@ -47,6 +47,7 @@ class Job:
     accumulation: int = 1
     eval_batch: int = 0
     precision: str = "fp32"
+    tf32: bool | None = None  # whether products in fp32 are rounded to TF32; None: convolutions alone
     optimizer: Optimizer = ADAM
     checkpoint_interval: int = 0
     attention: str = "sdpa"

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from finetune.plan.forward.operators import CONVOLUTION
 from finetune.plan.machine import Machine
 from finetune.plan.tape import Tape
 from finetune.plan.values import ATTENTION, CHUNKED_LOSS, FLASH_ATTENTION_2, FP32_BYTES, Gemm, Op, Segment
@@ -47,11 +48,17 @@ NOTHING = Work()
 
 
 class Kernels:
-    """`precision` is that of products, as far as the machine has it, and as far as their operands are in it."""
+    """`precision` is that of products, as far as the machine has it, and as far as their operands are in it. `tf32`:
+    what --tf32 says of products in fp32; None: nothing, and torch then rounds convolutions alone, with cuDNN
+    (torch.backends.cudnn.allow_tf32)."""
 
-    def __init__(self, machine: Machine, precision: str) -> None:
+    def __init__(self, machine: Machine, precision: str, tf32: bool | None = None) -> None:
         self.machine = machine
-        self.precision = precision if precision in machine.peak_flops else "fp32"
+        has_tf32 = "tf32" in machine.peak_flops
+        self.fp32 = "tf32" if has_tf32 and tf32 else "fp32"
+        by_default = has_tf32 and tf32 is None and machine.device == "cuda"
+        self.fp32_convolution = "tf32" if by_default else self.fp32
+        self.precision = precision if precision in machine.peak_flops and precision != "fp32" else self.fp32
         self.bandwidth = machine.memory_bandwidth * machine.memory_efficiency
         is_cpu = machine.device == "cpu"
         on_gpu = KERNEL_SECONDS, machine.sustained or SUSTAINED, HALF_SPEED_KEYS
@@ -78,12 +85,14 @@ class Kernels:
         products = sum(gemm.flops for gemm in gemms) / self._rate(op, gemms[0], way)
         if op.name == CHUNKED_LOSS:  # passes over its logits besides
             return passes + Work(products)
-        return Work(max(products + kernels * self.floor, passes.device), kernels)
+        ahead = self.moved(op.moved_ahead) if op.moved_ahead else NOTHING
+        return ahead + Work(max(products + kernels * self.floor, passes.device), kernels)
 
     def _rate(self, op: Op, gemm: Gemm, way: str) -> float:
         """FLOP/s of an operator's products. In half precision, those whose inputs are fp32 still run in fp32."""
-        is_fp32 = op.inputs[0].bytes_each >= FP32_BYTES and self.precision in ("bf16", "fp16")
-        precision = "fp32" if is_fp32 else self.precision
+        is_half = self.precision in ("bf16", "fp16") and op.inputs[0].bytes_each < FP32_BYTES
+        fp32 = self.fp32_convolution if op.name == CONVOLUTION else self.fp32
+        precision = self.precision if is_half else fp32
         share = self.machine.gemm_efficiency[precision] * self.sustained
         if op.name == FLASH_ATTENTION_2:
             share = min(share, self.machine.flash_attention_2.get(way, share))
@@ -112,9 +121,9 @@ class SegmentWork:
 
 
 @lru_cache(maxsize=64)
-def passed(tape: Tape, machine: Machine, precision: str) -> tuple[SegmentWork, ...]:
+def passed(tape: Tape, machine: Machine, precision: str, tf32: bool | None = None) -> tuple[SegmentWork, ...]:
     """Each segment's work in a micro-batch, on a machine."""
-    kernels = kernels_of(machine, precision)
+    kernels = kernels_of(machine, precision, tf32)
     found: list[SegmentWork] = []
     for segment in tape.segments:  # one that is like another has the same operators under other names
         found.append(_segment_work(segment, kernels) if segment.like is None else found[segment.like])

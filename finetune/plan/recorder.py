@@ -108,6 +108,7 @@ class Recorder:
         kernels_back: int = 1,
         moved: int | None = None,
         moved_back: int | None = None,
+        moved_ahead: int = 0,
         needs_grad: bool | None = None,
     ) -> Value:
         """One output of `elements`, as wide as the first input unless `bytes_each` says otherwise. `extra_saved`: bytes
@@ -127,7 +128,8 @@ class Recorder:
             moved_back = kernels_back = 0
         saved = tuple(value.storage for value in kept)
         self._add(Op(name, tuple(inputs), (out, *side), saved, weights, passes_on, narrows, scratch, scratch_back,
-                     gemms, gemms_back, (), moved, moved_back, kernels, kernels_back, module))  # fmt: skip
+                     gemms, gemms_back, (), moved, moved_back, moved_ahead, kernels, kernels_back,
+                     module))  # fmt: skip
         return out
 
     def _add(self, op: Op) -> None:

@@ -22,6 +22,7 @@ from finetune.plan.forward.parts import Part
 from finetune.plan.job import PIPELINE, Job, checkpoints_of, layers_of, stage_weights, tape_of
 from finetune.plan.kernels import NOTHING, SegmentWork, Work, kernels_of, passed
 from finetune.plan.machine import Machine
+from finetune.plan.model import RESNET
 from finetune.plan.partition import balanced_bounds
 from finetune.plan.schedule import Schedule, simulate
 from finetune.plan.tape import Tape
@@ -163,7 +164,7 @@ def _exchange(job: Job, machine: Machine) -> float:
 
 def _ending(job: Job, machine: Machine, weights: Weights) -> tuple[Traffic, Work]:
     """What ranks with these weights send each other, and their optimizer's step."""
-    kernels = kernels_of(machine, job.precision)
+    kernels = kernels_of(machine, job.precision, job.tf32)
     return traffic_of(job, machine, kernels, _tape(job), weights), update_of(job, machine, kernels, weights)
 
 
@@ -186,13 +187,16 @@ def _step(
     """`parts`: of the total, in seconds as summed over single operators."""
     flops = sum(segment.flops for segment in segments) * job.accumulation * job.data_parallel_size
     seconds = {**dict.fromkeys(PARTS, 0.0), **parts, "loop": STEP_LAUNCHES * machine.launch_seconds}
+    kernels = kernels_of(machine, job.precision, job.tf32)
+    in_fp32 = kernels.fp32_convolution if job.model.family == RESNET else kernels.fp32
+    precision = in_fp32 if kernels.precision == kernels.fp32 else kernels.precision
     return StepSeconds(
         **{name: machine.step_factor * part for name, part in seconds.items()},
         communication=machine.step_factor * communication,
         samples=job.global_batch,
         tokens=job.global_batch * job.sample_tokens,
         model_flops=flops,
-        peak_flops=machine.peak_flops[kernels_of(machine, job.precision).precision] * job.world_size,
+        peak_flops=machine.peak_flops[precision] * job.world_size,
     )
 
 
@@ -202,7 +206,7 @@ def _launch(machine: Machine, launches: float, device: float) -> float:
 
 
 def _segments(job: Job, machine: Machine) -> tuple[SegmentWork, ...]:
-    return passed(_tape(job), machine, job.precision)
+    return passed(_tape(job), machine, job.precision, job.tf32)
 
 
 def _tape(job: Job) -> Tape:

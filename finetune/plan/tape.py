@@ -97,6 +97,7 @@ class Tape(Recorder):
         # bitsandbytes unpacks a weight for each product, which is in bf16 (nn/modules.py, Linear4bit.forward).
         size = HALF_BYTES if is_packed else self.numbers.product_bytes
         unpacked = fan_in * fan_out * size if is_packed else 0
+        packed = fan_in * fan_out // 2 if is_packed else 0
         x = self.cast(x, size)
         product = Gemm(rows, fan_out, fan_in)
         back = product.back(x.needs_grad, trains)
@@ -106,7 +107,8 @@ class Tape(Recorder):
             "linear", (x, *casts), rows * fan_out, saves=saves, gemms=(product,), gemms_back=back,
             weights=() if casts else names[::-1],  # a bias's gradient comes first: a weight's passes a transpose
             module="" if casts else module, kernels_back=len(back) + bool(bias),
-            moved=x.bytes + (rows + fan_in) * fan_out * size + 2 * unpacked, scratch=unpacked, scratch_back=unpacked,
+            moved=x.bytes + (rows + fan_in) * fan_out * size, moved_ahead=packed + unpacked,
+            scratch=unpacked, scratch_back=unpacked,
         )  # fmt: skip
         out = self.cast(out, given.bytes_each) if is_packed else out
         if self.lora is None or f"{module}.lora_A.default.weight" not in self.shapes:

@@ -115,6 +115,7 @@ class Op:
     gemms_again: tuple[Gemm, ...] = ()  # products that the backward pass computes again
     moved: int = 0
     moved_back: int = 0
+    moved_ahead: int = 0  # by a kernel that makes a factor of its products, each time
     kernels: int = 1
     kernels_back: int = 1
     module: str = ""  # the weights' module, because ZeRO-3 gathers by module

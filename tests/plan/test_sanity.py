@@ -98,6 +98,19 @@ def test_no_plan_is_faster_than_the_best_that_was_published(
     assert 0 < plan_seconds(one, machine).mfu <= most
 
 
+@pytest.mark.parametrize("tf32", [None, True, False])
+@given(machine=gpus, precision=st.sampled_from(["fp32", "bf16", "fp16"]), batch=st.sampled_from([8, 64, 512]))
+@FEW
+def test_no_plan_of_convolutions_is_faster_than_the_best_product_of_their_precision(
+    tf32: bool | None, machine: Machine, precision: str, batch: int
+) -> None:
+    precision = precision if precision in machine.peak_flops else "fp32"
+    one = Job(model("resnet-50"), TRAINER, image_size=224, micro_batch=batch, precision=precision, tf32=tf32,
+              device="cuda")  # fmt: skip
+    best = max(machine.gemm_efficiency.get(kind, 0.0) for kind in (precision, "tf32"))
+    assert 0 < plan_seconds(one, machine).mfu <= best
+
+
 @given(machine=machines, name=names, layout=layouts)
 @FEW
 def test_more_ranks_never_have_more_states_each(machine: Machine, name: str, layout: str) -> None:

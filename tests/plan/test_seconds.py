@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from conftest import REPO
 
+from finetune.errors import RequestError
 from finetune.plan.from_run import job_of
 from finetune.plan.job import DEEPSPEED, PIPELINE, TRAINER, Job, tape_of
 from finetune.plan.kernels import KERNEL_SECONDS, SUSTAINED, Kernels, Work, kernels_of, passed
@@ -20,7 +21,7 @@ from finetune.plan.model import Model, model_of
 from finetune.plan.optimizers import Optimizer
 from finetune.plan.seconds import plan_seconds, stage_bounds, stage_seconds
 from finetune.plan.tape import Tape
-from finetune.plan.values import Gemm, Numbers, Op, Storage, Value
+from finetune.plan.values import Gemm, Lora, Numbers, Op, Storage, Value
 from finetune.plan.zero import Zero
 from finetune.run.launch import Launch
 from finetune.run.recipes.causal_lm import CAUSAL_LM
@@ -371,3 +372,69 @@ def test_a_pipeline_waits_for_the_launches_of_its_optimizer_too() -> None:
         plan_seconds(replace(job, optimizer=Optimizer(kind)), slow).parts["launch"] for kind in ("sgd", "adam_foreach")
     )
     assert many > few
+
+
+def _seconds(machine: Machine, precision: str, tf32: bool | None, name: str, size: int) -> float:
+    """Of an operator that takes its products' time; `size`: bytes of each element of its factors."""
+    side = 4096
+    value = Value(side**2, size, Storage(size * side**2))
+    op = Op(name, (value, value), (value,), gemms=(Gemm(side, side, side),))
+    return kernels_of(machine, precision, tf32).op(op)[0].device
+
+
+@pytest.mark.parametrize(
+    ("machine", "precision", "tf32", "rounds"),
+    [
+        ("A100-80GB", "fp32", None, {"convolution"}),  # torch.backends.cudnn.allow_tf32 is True unless told
+        ("A100-80GB", "fp32", True, {"convolution", "linear"}),
+        ("A100-80GB", "fp32", False, set[str]()),
+        ("A100-80GB", "bf16", True, {"convolution", "linear"}),  # what stays in fp32
+        ("MI300X", "fp32", None, set[str]()),  # MIOpen does not round
+        ("V100-16GB", "fp32", None, set[str]()),
+    ],
+)
+def test_products_in_fp32_are_rounded_to_tf32_if_asked_and_convolutions_unless_asked_not_to(
+    machine: str, precision: str, tf32: bool | None, rounds: set[str]
+) -> None:
+    gpu = find_machine(machine)
+    plain = replace(gpu, peak_flops={kind: peak for kind, peak in gpu.peak_flops.items() if kind != "tf32"})
+    faster = {
+        name
+        for name in ("convolution", "linear")
+        if _seconds(gpu, precision, tf32, name, 4) < _seconds(plain, precision, tf32, name, 4)
+    }
+    assert faster == rounds
+    if precision == "bf16":
+        assert _seconds(gpu, precision, tf32, "linear", 2) == _seconds(plain, precision, tf32, "linear", 2)
+
+
+def test_a_run_says_whether_products_are_rounded_to_tf32() -> None:
+    launch = Launch(world_size=1, local_world_size=1, launcher="torchrun")
+    for flags, wanted in (([], None), (["--tf32", "True"], True), (["--tf32", "False"], False)):
+        run = resolve(CAUSAL_LM, ["--deepspeed", "none", "--bf16", "False", *flags], launch, is_here=False)
+        assert job_of(run, H100)[0].tf32 is wanted
+    run = resolve(CAUSAL_LM, ["--deepspeed", "none", "--fp16", "True", "--tf32", "True"], launch, is_here=False)
+    with pytest.raises(RequestError, match=r"^--tf32 is True \(command line\), but V100-16GB has no TF32\. "):
+        job_of(run, find_machine("V100-16GB"))
+
+
+def test_a_note_says_that_fused_kernels_of_a_package_are_not_counted() -> None:
+    launch = Launch(world_size=1, local_world_size=1, launcher="torchrun")
+    for flags, many in (([], 0), (["--use_liger_kernel", "True"], 1)):
+        run = resolve(CAUSAL_LM, ["--deepspeed", "none", *flags], launch, is_here=False)
+        assert sum("--use_liger_kernel" in note for note in job_of(run, H100)[2]) == many
+
+
+def test_unpacking_weights_of_4_bits_takes_time_of_its_own_before_each_product() -> None:
+    side = 4096
+    shapes, packed = {"up.weight": (side, side)}, frozenset({"up.weight"})
+    products = []
+    for stored in (frozenset[str](), packed):
+        tape = Tape(Numbers(bytes_each=2, device="cuda"), shapes, Lora(8, ("down",)), stored)
+        with tape.segment("mlp"):
+            tape.linear(tape.given(side * side, needs_grad=True), "up")
+        products.append(Kernels(H100, "bf16").op(next(op for op in tape.ops if op.name == "linear")))
+    for plain, unpacked in zip(*products, strict=True):  # forward, backward: half a byte is read, and two are written
+        seconds = side**2 * 2.5 / (H100.memory_bandwidth * H100.memory_efficiency) + KERNEL_SECONDS
+        assert unpacked.device - plain.device == pytest.approx(seconds)
+        assert unpacked.launches == plain.launches + 1

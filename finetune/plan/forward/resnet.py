@@ -163,5 +163,8 @@ def _conv(setting: Setting, picture: Picture, conv: Conv) -> Picture:
                    weights=() if casts else (f"{name}.weight",), module="" if casts else name,
                    gemms=(gemm,), gemms_back=gemm.back(x.needs_grad))  # fmt: skip
     names = tuple(f"{conv.name}.normalization.{part}" for part in ("weight", "bias"))
+    # A GPU reads its input twice, for the means and to normalize, and both it and the gradient twice on the way back.
+    passes = (3, 5) if tape.numbers.device == "cuda" else (2, 4)
+    moved, back = (count * made.bytes for count in passes)
     return tape.op("batch_norm", (made,), made.elements, saves=(made,), extra_saved=2 * FP32_BYTES * conv.fan_out,
-                   weights=names, module=f"{conv.name}.normalization"), out  # fmt: skip
+                   weights=names, module=f"{conv.name}.normalization", moved=moved, moved_back=back), out  # fmt: skip
