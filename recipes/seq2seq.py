@@ -35,6 +35,7 @@ def main(run):
         session[PairArguments],
         session[PreparationArguments],
         source.tokenizer,
+        prefix=source.prefix,
         max_source_length=source.max_source_length,
         max_target_length=source.max_target_length,
         vocab_size=source.config.vocab_size,

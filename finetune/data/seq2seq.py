@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -55,11 +55,11 @@ class PairData(ClassificationData):
 
 
 def prepare_pairs(
-    arguments: PairArguments, *rest: Any, max_source_length: int, max_target_length: int, **more: Any
+    arguments: PairArguments, *rest: Any, prefix: str, max_source_length: int, max_target_length: int, **more: Any
 ) -> PairData:
-    """As `finetune.data.classification.prepare`; lengths are in tokens, including the end of text."""
+    """As `finetune.data.classification.prepare`; lengths are in tokens, including the prefix and the end of text."""
     lengths = {"max_source_length": max_source_length, "max_target_length": max_target_length}
-    settled = PairArguments(**{**vars(arguments), **lengths})
+    settled = replace(arguments, source_prefix=prefix, **lengths)
     _, tokenizer, *_ = rest
     kind = Kind(
         name="seq2seq",

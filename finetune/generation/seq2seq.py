@@ -17,7 +17,7 @@ from transformers.trainer_utils import PredictionOutput
 from finetune.data.packing import mask_of, padded
 from finetune.data.seq2seq import PAIRS, SOURCE, TARGET, PairData
 from finetune.data.tables import ROW
-from finetune.errors import RequestError
+from finetune.errors import RequestError, plain
 from finetune.generation.batches import batches_of
 from finetune.generation.judging import USUAL_METRICS, TextMetrics, over_ranks, table_of, write_rows
 from finetune.models.adapters import check_adapter, kept_as, with_adapter
@@ -55,11 +55,15 @@ def pair_source(session: Session) -> Seq2SeqSource:
         )
     source = find_seq2seq_source(session[Seq2SeqModelArguments], session[PairArguments])
     session.say(*check_adapter(session.run, source.adapter))
+    if source.prefix and session[PairArguments].source_prefix is None:
+        said = f"note: {json.dumps(plain(source.prefix), ensure_ascii=False)} is put before each source"
+        session.say(f"{said}, as in the model's training; --source_prefix sets another.")
     return source
 
 
 def pair_model(session: Session, source: Seq2SeqSource, data: PairData) -> tuple[Any, Data]:
     """The model with its adapter, and the data with a collator that shifts targets as the model does."""
+    source.keep_prefix(data.tokenizer)
     kept = kept_as(session.run, source.adapter, session.training.bf16)
     base = build_seq2seq(session[Seq2SeqModelArguments], source, data.tokenizer, kept)
     base.accepts_loss_kwargs = False  # the recipe's own loss does the division
@@ -154,7 +158,7 @@ def write_pair_report(
         tables = [(said, table_of(columns))]
     best = "eval_rougeL" if "rougeL" in trainer.metrics.greater_is_better else "eval_token_accuracy"
     adapted = session.run.value("use_peft") and session.training.do_train
-    prefix = json.dumps(session[PairArguments].source_prefix or "", ensure_ascii=False)[1:-1]
+    prefix = json.dumps(source.prefix, ensure_ascii=False)[1:-1]
     package, auto = ("peft", "AutoPeftModelForSeq2SeqLM") if adapted else ("transformers", "AutoModelForSeq2SeqLM")
     card = Card(
         task="text to text",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,13 +17,27 @@ from finetune.run.decoders import refuse_one_sided
 from finetune.run.facts import NO_LIMIT, tokens_of
 from finetune.run.recipes.seq2seq import PairArguments, Seq2SeqModelArguments, t5_shape
 
+PREFIX = "source_prefix"  # in tokenizer_config.json, also of an adapter: what a run put before each source
+
 
 @dataclass(frozen=True, kw_only=True)
 class Seq2SeqSource(TextSource):
-    """Lengths are in tokens."""
+    """Lengths are in tokens. `prefix` stands before each source."""
 
     max_source_length: int
     max_target_length: int
+    prefix: str
+
+    @property
+    def trained_prefix(self) -> str:
+        """What stood before each source in the model's training by a recipe."""
+        found = getattr(self.tokenizer, "init_kwargs", {}).get(PREFIX)
+        return found if isinstance(found, str) else ""
+
+    def keep_prefix(self, tokenizer: Any) -> None:
+        """It is saved with the tokenizer, if there is one."""
+        tokenizer.init_kwargs.pop(PREFIX, None)
+        tokenizer.init_kwargs |= {PREFIX: self.prefix} if self.prefix else {}
 
 
 def find_seq2seq_source(arguments: Seq2SeqModelArguments, pairs: PairArguments) -> Seq2SeqSource:
@@ -37,7 +51,9 @@ def find_seq2seq_source(arguments: Seq2SeqModelArguments, pairs: PairArguments) 
     positions, most = positions_of(found.config), getattr(found.tokenizer, "model_max_length", NO_LIMIT)
     source = tokens_of("max_source_length", pairs.max_source_length, positions, most)
     target = tokens_of("max_target_length", pairs.max_target_length, positions, most)
-    return Seq2SeqSource(**vars(found), max_source_length=source, max_target_length=target)
+    lengths = {"max_source_length": source, "max_target_length": target}
+    made = Seq2SeqSource(**vars(found), **lengths, prefix=pairs.source_prefix or "")
+    return made if pairs.source_prefix is not None else replace(made, prefix=made.trained_prefix)
 
 
 def _set_languages(tokenizer: Any, pairs: PairArguments) -> None:

@@ -174,6 +174,31 @@ def test_an_adapter_is_trained_merged_and_opened(one_rank: Finished, files: dict
     assert "AutoPeftModelForSeq2SeqLM" in (done.folder / "README.md").read_text()
 
 
+@pytest.mark.parametrize("use_peft", [False, True])
+def test_a_model_keeps_the_prefix_of_its_sources(
+    use_peft: bool, one_rank: Finished, files: dict[str, str], tmp_path: Path
+) -> None:
+    if use_peft:
+        pytest.importorskip("peft", reason="peft (extra peft) is not installed")
+    plain = {"predict_with_generate": False, "validation_file": files["test_file"]}
+    flags = {**plain, "train_file": files["train_file"], "model_name_or_path": one_rank.folder, "use_peft": use_peft}
+    asked = {"source_prefix": "blue blue: ", "lora_r": 4 if use_peft else None, "max_steps": 2}
+    trained = run("python", tmp_path / "trained", {**flags, **asked})
+    assert "is put before each source" not in trained.output
+
+    def loss(name: str, **more: Any) -> tuple[float, bool]:
+        values = {**plain, "model_name_or_path": trained.folder, "do_train": False, "do_eval": True, **more}
+        done = run("python", tmp_path / name, values)
+        note = 'note: "blue blue: " is put before each source, as in the model\'s training'
+        return done.json("eval_results.json")["eval_loss"], note in done.output
+
+    here = trained.json("eval_results.json")["eval_loss"]
+    assert loss("again") == (pytest.approx(here, rel=1e-6), True)
+    without, is_noted = loss("without", source_prefix="")
+    assert without != pytest.approx(here, rel=1e-3)
+    assert not is_noted
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("config", ["none", "zero2", "zero3"])
 @pytest.mark.usefixtures("built_ops")
