@@ -124,11 +124,12 @@ OPTIMIZER: list[Case] = [
       for version, stage, severity in (("0.19.7", 0, E), ("0.19.6", 0, None), ("0.19.6", 1, None), ("0.19.6", 2, E))),
     *(("DS303", severity, optimizer(kind, stage), {}) for kind, stage, severity in (
         ("SGD", 0, None), ("SGD", 1, E), ("Lamb", 2, E), ("AdamW", 2, None), ("Muon", 2, None), ("LION", 2, None),
-        ("OneBitAdam", 2, None))),
+        ("OneBitAdam", 2, None), ("FusedAdam", 2, None))),
     ("DS303", None, {**optimizer("SGD", 2), "zero_allow_untested_optimizer": True}, {}),
     ("DS304", None, optimizer("AdamW", 2, **ADAM_OFF), {}),
     ("DS304", W, optimizer("Lamb", 2, **ADAM_OFF), {}),
     ("DS304", W, optimizer("Lamb", 3, offload_optimizer=NVME), {}),
+    ("DS304", None, optimizer("FusedAdam", 2, **ADAM_OFF), {}),
     ("DS304", None, optimizer("Lamb", 0, **ADAM_OFF), {}),
     ("DS304", None, optimizer("Lamb", 2), {}),
     ("DS304", W, {MICRO: 4, "zero_optimization": {"stage": 2, **ADAM_OFF}}, PLAIN),

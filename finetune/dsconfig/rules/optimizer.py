@@ -29,6 +29,11 @@ def is_left_to_the_trainer(section: dict[str, Any]) -> bool:
     return known and isinstance(params, dict) and all(v == "auto" for k, v in params.items() if k not in switches)
 
 
+def _is_there(name: str) -> bool:
+    """DS301 and DS302 say all there is to say of other optimizers."""
+    return name.lower() in OWN or name in of_torch()
+
+
 def of_torch() -> dict[str, Any]:
     """The classes of torch.optim, with their parameters."""
     return dict(schema()["properties"]["optimizer"]["x-params"])
@@ -77,7 +82,7 @@ def optimizer_is_tested_with_zero(config: Config, run: Context) -> Iterator[Find
     allowed = config.is_on("zero_allow_untested_optimizer")
     if name is None or not config.stage or allowed or name in TESTED_WITH_ZERO or name.lower() in TESTED_WITH_ZERO:
         return
-    if name.lower() not in REMOVED:
+    if _is_there(name):
         said = (
             f"optimizer.type is {name}, which DeepSpeed has not tested with ZeRO, and refuses. Add "
             '"zero_allow_untested_optimizer": true, or use AdamW.'
@@ -96,7 +101,7 @@ def offload_has_its_optimizer(config: Config, run: Context) -> Iterator[Finding]
             "on the CPU, several times slower than DeepSpeed's own. Delete it."
         )
         yield warning("DS304", "optimizer.params.torch_adam", said, Drop(at("optimizer.params.torch_adam")))
-    elif name is not None and name.lower() not in ON_CPU:
+    elif name is not None and name.lower() not in ON_CPU and _is_there(name):
         said = (
             f"optimizer.type is {name}, for which DeepSpeed has no CPU update, but the optimizer is offloaded. Use "
             "AdamW."
@@ -125,8 +130,8 @@ def section_matches_the_flag(config: Config, run: Context) -> Iterator[Finding]:
     name = _name(config)
     if name is None or asked is None or is_left(config, run, "optimizer"):
         return
-    if name.lower() not in OWN and name not in of_torch():
-        return  # DS301 and DS302 say more
+    if not _is_there(name):
+        return
     if not str(asked).lower().startswith(name.lower()):
         said = (
             f"optimizer.type is {name}, but the run asks for --optim {asked}, which would be ignored. Delete the "
