@@ -18,7 +18,7 @@ from finetune.data.account import CorpusAccount, note_of_cuts
 from finetune.data.cache import file_states, folder_for
 from finetune.data.changes import UnchangedFiles
 from finetune.data.chat.conversation import Learning
-from finetune.data.chat.remarks import ENDLESS, note_of_ends, notes_of, turn_ends
+from finetune.data.chat.remarks import ENDLESS, ENDLESS_TOKENIZER, note_of_ends, notes_of, turn_ends
 from finetune.data.chat.templates import DEFAULT_TEMPLATE, INVENTED, UNTEMPLATED, read_template
 from finetune.data.columns import CHAT, COMPLETION, TEXT, of_chats_alone
 from finetune.data.documents import ENDS, Corpus, open_corpora
@@ -187,7 +187,7 @@ class _Job:
         if not tokenizer.chat_template:
             notes.insert(0, INVENTED.format(end=tokenizer.eos_token or "nothing"))
         if remarks[0] >= sum(account["documents"].values()):
-            raise RequestError(ENDLESS)
+            raise RequestError(ENDLESS if tokenizer.chat_template else ENDLESS_TOKENIZER)
         ends = turn_ends(tokens, tokenizer) if self.arguments.train_on != "all" else []
         if not ends and not remarks[0] and self.arguments.train_on != "all":
             notes.append(note_of_ends(tokens, tokenizer))

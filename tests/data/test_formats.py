@@ -157,8 +157,8 @@ def test_what_is_not_clear_or_would_be_learnt_wrongly_is_refused_with_a_mend(row
         format_of(row)
 
 
-def prepared(path: Path, block_size: int = 64, template: str | None = None, **flags: Any) -> Any:
-    tokenizer = train_text_tokenizer("byte", [], 0, 64, with_end=True)
+def prepared(path: Path, block_size: int = 64, template: str | None = None, with_end: bool = True, **flags: Any) -> Any:
+    tokenizer = train_text_tokenizer("byte", [], 0, 64, with_end=with_end)
     tokenizer.chat_template = template
     return prepare_corpus(
         CorpusArguments(train_file=str(path), **flags),
@@ -319,6 +319,12 @@ def test_what_would_be_wrong_in_silence_is_refused(template: str, turns: Any, wo
     path.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(20)))
     with pytest.raises(RequestError, match=words):
         prepared(path, chat_template=str(tmp_path / "own.jinja"))
+
+
+def test_a_tokenizer_without_template_and_end_is_named_as_the_cause(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"messages": [USER, MODEL]}] * 20)
+    with pytest.raises(RequestError, match="the tokenizer has neither a chat template nor an end-of-text token"):
+        prepared(path, with_end=False)
 
 
 def test_what_does_no_harm_is_said_and_learnt(tmp_path: Path) -> None:

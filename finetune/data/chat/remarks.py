@@ -41,6 +41,11 @@ ENDLESS = (
     "stop, and no later check would notice. Write {{ eos_token }} there, or give --chat_template (chatml, "
     "llama3, ...); --train_on all trains on such texts as they are."
 )
+ENDLESS_TOKENIZER = (
+    "the data has conversations, but the tokenizer has neither a chat template nor an end-of-text token, so the model "
+    "would never learn to stop, and no later check would notice. Use a model whose tokenizer has one, or give "
+    "--chat_template (chatml, llama3, ...); --train_on all trains on such texts as they are."
+)
 
 
 def remarks_on(
