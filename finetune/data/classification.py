@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, DataCollatorForTokenClassification, Data
 from finetune.data.cache import file_states, folder_for
 from finetune.data.charset import encoding_notes
 from finetune.data.columns import MULTI_LABEL, TOKENS, Columns, Labels, said_counts, said_data
+from finetune.data.duplicates import notes_of_trained
 from finetune.data.label_lists import MERGED
 from finetune.data.streaming import StreamCollator, Survey, TextStream, held_out_rows, some_texts, survey
 from finetune.data.tables import ROW, SPLITS, CleanTables, Table, clean_tables, load_tables
@@ -25,7 +26,7 @@ from finetune.data.tokenizer import Tokenized, cut_to, identity, prepare_tokens,
 from finetune.run.flags.text import PreparationArguments
 from finetune.run.launch import Launch
 
-FORMAT = 12  # raise it when what is cached changes
+FORMAT = 13  # raise it when what is cached changes
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ Rows: TypeAlias = dict[str, list[Any]]  # a batch, by column
 @dataclass(frozen=True)
 class Kind(Generic[Data]):
     """How one kind of text data gets from its files to the cache. `name` is its cache folder; `kept` lists the columns
-    that tokenizing leaves unchanged."""
+    that tokenizing leaves unchanged; `compared` is the column by which rows with the same text are found."""
 
     name: str
     read: Callable[[Any], tuple[Table, str]]
@@ -103,6 +104,7 @@ class Kind(Generic[Data]):
     count: Callable[[Table, Labels], dict[str, int]] = lambda tables, labels: {}
     kept: tuple[str, ...] = ()
     train: Callable[[Iterator[str], int, int], Any] = train_wordpiece  # used when no tokenizer is given
+    compared: str = "input_ids"
 
 
 def prepare(
@@ -180,7 +182,8 @@ class _Preparation:
         skipped = clean.skipped
         if found:
             rows, skipped = {"train": found.rows, **rows}, {"train": found.skipped, **skipped}
-        notes = (*encoding_notes(arguments, SPLITS), *(found.notes if found else ()), *clean.notes)
+        twice = notes_of_trained(tokenized, kind.compared)
+        notes = (*encoding_notes(arguments, SPLITS), *(found.notes if found else ()), *clean.notes, *twice)
         account = Account(source, clean.columns, rows, skipped, truncated, counts, self.max_seq_length, found, notes)
         save(folder, tokenized, clean.labels, account, tokenizer)
 

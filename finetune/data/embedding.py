@@ -63,8 +63,9 @@ def prepare_embedding(
     settled = replace(arguments, query_prompt=prompts.get("query"), document_prompt=prompts.get("document"))
     clean = partial(clean_rows, said_prompt=arguments.document_prompt)
     kind = Kind(
-        "embedding", load_rows, clean, partial(encode, settled), texts_of, EmbeddingData, _counts, (JUDGED, ROW)
-    )
+        "embedding", load_rows, clean, partial(encode, settled), texts_of, EmbeddingData, _counts, (JUDGED, ROW),
+        compared=KEYS,
+    )  # fmt: skip
     return prepare(settled, *rest, kind=kind, **more)
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import launch
+from datasets import Dataset
 
 from finetune.data.documents import open_corpora
-from finetune.data.duplicates import find_duplicates
+from finetune.data.duplicates import find_duplicates, notes_of_trained
 from finetune.errors import RequestError
 from finetune.run.choose import recipes
 from finetune.run.flags.language import CorpusArguments
@@ -89,3 +91,38 @@ def test_a_stream_is_not_compared() -> None:
     words = "--train_file a.jsonl --streaming True --max_steps 2 --tokenizer byte --drop_duplicates True"
     with pytest.raises(RequestError, match=r"drop_duplicates.*A stream is not searched"):
         resolve(recipes()["causal_lm"], words.split(), Launch(), is_here=False)
+
+
+def test_held_out_rows_that_are_training_rows_are_counted_split_by_split() -> None:
+    rows = [[1, 2, 3], [4], [], [5, 6], [7], [1, 2], [3]]
+    whole = Dataset.from_dict({"input_ids": rows, "labels": list(range(7))})
+    tables = {
+        "train": whole.select([6, 3, 0]),  # by indices, as held-out rows are drawn
+        "validation": Dataset.from_dict({"input_ids": [[3], [1], [2, 3], [1, 2, 3], [3]]}),
+        "test": whole.select([1, 2]),
+    }
+    said = "3 of 5 validation rows are also training rows, which makes scores too good"
+    assert notes_of_trained(tables, "input_ids") == [said]
+    assert notes_of_trained({"test": tables["test"]}, "input_ids") == []
+    assert notes_of_trained({"train": tables["train"]}, "input_ids") == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "columns"),
+    [
+        ("seq_cls", {"text": "some words {}", "label": "a"}),
+        ("seq2seq", {"source": "some words {}", "target": "one"}),
+        ("embedding", {"anchor": "some words {}", "positive": "more words {}"}),
+    ],
+)
+def test_a_recipe_counts_test_rows_that_it_trains_on(recipe: str, columns: dict[str, str], tmp_path: Path) -> None:
+    def write(name: str, numbers: range) -> str:
+        rows = [{key: value.format(n) for key, value in columns.items()} for n in numbers]
+        rows = [row | ({"label": "ab"[n % 2]} if "label" in row else {}) for n, row in zip(numbers, rows, strict=True)]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(tmp_path / name)
+
+    files = {"train_file": write("train.jsonl", range(40)), "test_file": write("test.jsonl", range(37, 47))}
+    values = {**files, "max_steps": 1, "do_predict": True, "do_eval": False, "eval_strategy": "no"}
+    done = launch("python", tmp_path / "run", {**values, "save_strategy": "no"}, recipe=f"recipes/{recipe}.py")
+    assert "3 of 10 test rows are also training rows, which makes scores too good" in done.output
