@@ -3,7 +3,7 @@ long Python's variables hold each tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from finetune.plan.forward.cuts import SOFTMAX, WRITE
@@ -92,7 +93,7 @@ class Recording(TorchDispatchMode):  # type: ignore[misc]
             return ANSWERS[name](self, func, *args, **kwargs)
         self.look()
         out = func(*(self.placed(*args) if name == "index" else args), **kwargs)
-        self.record(name, list(_tensors([args, kwargs])), list(_tensors(out)))
+        self.record(name, _tensors((args, kwargs)), _tensors(out))
         return out
 
     def placed(self, x: torch.Tensor, places: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
@@ -254,9 +255,5 @@ def place_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _tensors(found: Any) -> Iterator[torch.Tensor]:
-    if isinstance(found, torch.Tensor):
-        yield found
-    elif isinstance(found, list | tuple | dict):
-        for one in found.values() if isinstance(found, dict) else found:
-            yield from _tensors(one)
+def _tensors(found: Any) -> list[torch.Tensor]:
+    return [one for one in tree_iter(found) if isinstance(one, torch.Tensor)]

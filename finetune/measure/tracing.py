@@ -23,8 +23,7 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.errors import RequestError
-from finetune.measure.filling import fill
-from finetune.measure.fitting import TOKENS, UNIT, at_batch, far_points, fitted, odd_points, points
+from finetune.measure.fitting import TOKENS, UNIT, at_batch, far_points, fill, fitted, odd_points, points
 from finetune.measure.loops import fold
 from finetune.measure.models import config_in, on_meta, samples
 from finetune.measure.own_functions import backward_bytes

@@ -163,7 +163,7 @@ def limits_of(run: Run, job: Job, layouts: Sequence[str] = LAYOUTS) -> Limits:
                 f"{run.said('dtype')}, which DeepSpeed does not support. Add {TRAINER_ALONE} to --layouts."
             )
         layouts, precisions = (TRAINER_ALONE,), ()
-    return Limits(job.global_batch or None, layouts, job.accumulation, precisions, bool(run.value("nvme_path")))
+    return Limits(job.global_batch or None, layouts, precisions, bool(run.value("nvme_path")))
 
 
 def ways_out(found: Plan, searched: Found | None, run: Run, limits: Limits) -> list[Candidate]:
@@ -207,7 +207,7 @@ def _chosen(best: Candidate, found: Plan, limits: Limits, ahead: str = "") -> Ca
     flags = flags_of(job, best.layout, limits.has_disk, shared, also)
     if found.job.checkpoint_interval and not job.checkpoint_interval:
         flags += " without --activation_checkpoint_interval"
-    return Candidate(ahead + flags, best.plan, None)
+    return Candidate(ahead + flags, best.plan)
 
 
 def cheaper(found: Plan) -> list[Candidate]:
@@ -222,7 +222,7 @@ def _gentlest(found: Plan, does: Callable[[Plan], bool]) -> Iterator[Candidate]:
     one."""
     kept = list[Candidate]()
     for kind in _changes(found.job):
-        tried = (Candidate(words, plan(changed, found.machine), None) for words, changed in kind)
+        tried = (Candidate(words, plan(changed, found.machine)) for words, changed in kind)
         for one in islice((one for one in tried if does(one.plan)), 1):
             if not any(_is_no_better(one.plan, other.plan) for other in kept):
                 kept.append(one)

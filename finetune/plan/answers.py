@@ -64,7 +64,7 @@ def most_that_fits(
         job = cache(lambda index, layout=layout, base=base: _laid(job_at(sizes[index]), layout, base))
         index = _highest(cache(lambda index, job=job: fullness(job(index), machine)), len(sizes))
         if index is not None:
-            found.append((index, Candidate(layout, plan(job(index), machine), None)))
+            found.append((index, Candidate(layout, plan(job(index), machine))))
     if not found:
         raise RequestError(
             f"--{question}: nothing fits on {machine.name}, not even {sizes[0]}. Use more ranks or a larger "

@@ -9,7 +9,7 @@ from itertools import takewhile
 
 from finetune.plan.exchange import SharedTape
 from finetune.plan.forward.expert_parallel import held_by_rank
-from finetune.plan.forward.parts import Batch, Part, Setting
+from finetune.plan.forward.parts import Batch, Setting
 from finetune.plan.forward.resnet import resnet
 from finetune.plan.forward.stages import entries_of, stage
 from finetune.plan.forward.traced import tape_of_trace
@@ -164,7 +164,7 @@ class Job:
         return Numbers(frozen, self.device, self.attention, self.uses_autocast, is_fp16, half_weights, saves_inputs)
 
 
-def build_tape(model: Model, batch: Batch, numbers: Numbers, checkpoint_interval: int = 0, part: Part | None = None,
+def build_tape(model: Model, batch: Batch, numbers: Numbers, checkpoint_interval: int = 0, part: range | None = None,
                loss_chunk_tokens: int = 0, shards: int = 0, offloads: bool = False) -> Tape:  # fmt: skip
     """The tape of one micro-batch on one rank. `part`: a pipeline stage, for families that support it; `shards`: of a
     tiled MLP; `offloads`: what recomputed layers save lies on the host."""
@@ -190,13 +190,13 @@ def build_tape(model: Model, batch: Batch, numbers: Numbers, checkpoint_interval
 _tape = lru_cache(maxsize=128)(build_tape)
 
 
-def tape_of(job: Job, part: Part | None = None, drops: bool = True) -> Tape:
+def tape_of(job: Job, part: range | None = None, drops: bool = True) -> Tape:
     """A micro-batch of one rank, or of the pipeline stage with the layers `part`. `drops`: with dropout."""
     return _tape(job.held, replace(job.batch, drops=drops), job.numbers, job.checkpoint_interval, part,
                  job.loss_chunk_tokens, job.tiled_mlp_num_shards, job.checkpoints_on_host)  # fmt: skip
 
 
-def checkpoints_of(job: Job, part: Part | None = None) -> tuple[int, ...]:
+def checkpoints_of(job: Job, part: range | None = None) -> tuple[int, ...]:
     """Bytes of the hidden states of a micro-batch that each recomputed layer, of a stage those in `part`, saves on the
     host; empty if it saves them on the device."""
     segments = tape_of(job, part).segments if job.checkpoints_on_host else ()
@@ -206,13 +206,13 @@ def checkpoints_of(job: Job, part: Part | None = None) -> tuple[int, ...]:
 def layers_of(job: Job) -> Tape:
     """For a pipeline: each entry of the flat list of layers as its own segment."""
     assert job.model.trace is not None
-    entries = Part(0, len(entries_of(job.model.trace)))
+    entries = range(len(entries_of(job.model.trace)))
     interval = min(job.checkpoint_interval, 1)  # groups of layers are recomputed whole, whatever their size
     return tape_of(replace(job, checkpoint_interval=interval), entries)
 
 
-def stage_weights(job: Job, part: Part) -> tuple[Tensor, ...]:
+def stage_weights(job: Job, part: range) -> tuple[Tensor, ...]:
     """The weights that a pipeline stage uses."""
-    segments = layers_of(job).segments[part.first : part.last]
+    segments = layers_of(job).segments[part.start : part.stop]
     used = {name for segment in segments for op in segment.ops for name in op.weights}
     return tuple(tensor for tensor in job.model.tensors if tensor.name in used)

@@ -11,7 +11,6 @@ from finetune.plan.engines.resident import GATHERED, PIPE, Plain, Resident, Weig
 from finetune.plan.engines.zero3 import Zero3
 from finetune.plan.engines.zero12 import Bf16Stage, Stage, Zero12
 from finetune.plan.families.parts import CLASSES, SPANS
-from finetune.plan.forward.parts import Part
 from finetune.plan.job import FSDP, OWN_BASE, PIPELINE, TRAINER, Job, checkpoints_of, stage_weights, tape_of
 from finetune.plan.machine import Machine
 from finetune.plan.model import Model, Tensor
@@ -74,9 +73,9 @@ def _planned(job: Job, machine: Machine, rank: int, bounds: tuple[int, ...]) -> 
     part, flying = None, 1
     if job.engine == PIPELINE:
         cut = bounds or stage_bounds(job, machine)
-        part, flying = Part(cut[rank], cut[rank + 1]), min(job.stages - rank, job.accumulation)
+        part, flying = range(cut[rank], cut[rank + 1]), min(job.stages - rank, job.accumulation)
         tensors = stage_weights(job, part)
-        tied = {*tensors} & {*stage_weights(job, Part(0, cut[1]))} if rank else tied
+        tied = {*tensors} & {*stage_weights(job, range(cut[1]))} if rank else tied
         layout = _layout(job, tensors, 0, host)
     else:
         layout = _layout(job, job.held.tensors, rank, host)
@@ -128,7 +127,7 @@ def _evaluate(job: Job, layout: Resident, device: Ledger) -> None:
     device.phase = "evaluation"
     device.take(BATCH, size, "batch")
     layout.trace(tape)
-    layout.begin(device, True, True)
+    layout.begin(True, True)
     Pass(tape, device, layout).evaluate()
     layout.after_forward(device)
     if job.teacher is not None and job.reference:
@@ -169,7 +168,7 @@ def _step(job: Job, tape: Tape, layout: Resident, device: Ledger) -> None:
     many = min(job.accumulation, 3)
     for micro in range(many):
         answer = _ask_teacher(job, device) if job.teacher is not None and not job.reference else 0
-        layout.begin(device, micro == 0, micro == many - 1)
+        layout.begin(micro == 0, micro == many - 1)
         passed = Pass(tape, device, layout)
         passed.forward()
         layout.after_forward(device)
@@ -190,7 +189,7 @@ def _ask_teacher(job: Job, device: Ledger) -> int:
     layout = Zero3(*given) if job.zero.stage == 3 else Plain(*given, buckets=False, is_engine=False)
     if isinstance(layout, Zero3):
         layout.trace(tape, goes_back=False)
-    layout.begin(device, True, True)
+    layout.begin(True, True)
     before = device.live.get(GATHERED, 0)
     Pass(tape, device, layout).evaluate(REFERENCE if job.reference else TEACHER)
     device.give(GATHERED, device.live.setdefault(GATHERED, 0) - before)  # the few persistent parameters are not counted
@@ -215,7 +214,7 @@ def _pipeline_step(job: Job, tape: Tape, layout: Resident, device: Ledger, stage
             flying[micro] = Pass(tape, device, layout)
             flying[micro].forward()
             continue
-        layout.begin(device, micro == 0, micro == last)
+        layout.begin(micro == 0, micro == last)
         flying.pop(micro).backward()
     layout.end(device)
 

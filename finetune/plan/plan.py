@@ -57,9 +57,21 @@ class Plan:
         return sum(self.host.values())
 
     @property
+    def why_not(self) -> str | None:
+        """What is too much: for the device of a kind of rank, or for a node's host; None if it fits."""
+        if self.peak_bytes > self.limit_bytes:
+            return f"needs {_gib(self.peak_bytes)} of {_gib(self.limit_bytes)} GiB"
+        if self.host_bytes > self.host_limit_bytes:
+            return f"needs {_gib(self.host_bytes)} GiB of host memory per node, of {_gib(self.host_limit_bytes)}"
+        return None
+
+    @property
     def fits(self) -> bool:
-        """On the device of every kind of rank, and on every node."""
-        return self.peak_bytes <= self.limit_bytes and self.host_bytes <= self.host_limit_bytes
+        return self.why_not is None
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.2f}"
 
 
 def shown_bytes(machine: Machine, peak_bytes: int) -> int:

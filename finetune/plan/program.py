@@ -109,7 +109,7 @@ def program_of(tape: Tape, enters: bool = True) -> Program:
 
 
 @lru_cache(maxsize=128)
-def evaluation_of(tape: Tape, enters: bool = True) -> list[list[Event]]:
+def evaluation_of(tape: Tape, enters: bool) -> list[list[Event]]:
     """Events of each segment of a forward pass without gradients, which saves nothing; cached."""
     return _Player(tape, enters).forward(keeps=False)
 

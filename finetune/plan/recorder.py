@@ -51,13 +51,10 @@ class Recorder:
         return (op for segment in self.segments for op in segment.ops)
 
     @contextmanager
-    def segment(
-        self, name: str, *entry: Value, layer: int | None = None, recomputed: bool = False
-    ) -> Iterator[Segment]:
+    def segment(self, name: str, *entry: Value, recomputed: bool = False) -> Iterator[None]:
         """Operators from here on belong to a new segment, and `entry` lives to its end."""
-        part = Segment(name, layer=layer, recomputed=recomputed, entry=entry, start=self._count)
-        self.segments.append(part)
-        yield part
+        self.segments.append(Segment(name, recomputed=recomputed, entry=entry, start=self._count))
+        yield
         self.hold(*entry, *self._kept)
         self._kept = []
 

@@ -54,11 +54,10 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout for a job. `why_not` says what exceeds the limit; None if it fits."""
+    """A layout for a job."""
 
     layout: str
     plan: Plan
-    why_not: str | None
     measured: float | None = None  # samples per second of a real run
     precision: str | None = None  # if it differs from the job's
     eval_batch: int | None = None  # likewise
@@ -82,7 +81,7 @@ class Candidate:
             parts.append(f"accumulation {job.accumulation}")
         if job.checkpoint_interval:
             parts.append("checkpointing")
-        if self.eval_batch and self.why_not is None:
+        if self.eval_batch and self.plan.fits:
             parts.append(f"evaluation batch {self.eval_batch}")
         if job.stages > 1:
             parts.append(f"{job.stages} stages")
@@ -98,7 +97,6 @@ class Limits:
 
     global_batch: int | None = None
     layouts: Sequence[str] = LAYOUTS
-    accumulation: int = 1
     precisions: Sequence[str] = ()
     has_disk: bool = False
 
@@ -127,7 +125,7 @@ def search(job: Job, machine: Machine, limits: Limits) -> Found:
     kinds = _precisions(job, machine, limits)
     tried = [found for kind in kinds for found in bases(replace(job, precision=kind), machine, limits)]
     for layout, base in tried:
-        options = list(_batches(base, limits, job.micro_batch))
+        options = list(_batches(base, limits))
         count = bisect_left(options, True, key=lambda one: fullness(_trimmed(one, machine), machine) > 1)
         good = [_trimmed(one, machine) for one in options[:count]]  # they grow
         seen += len(options)
@@ -160,7 +158,7 @@ def _trimmed(job: Job, machine: Machine) -> Job:
 def _candidate(layout: str, found: Plan, job: Job) -> Candidate:
     precision = found.job.precision if found.job.precision != job.precision else None
     eval_batch = found.job.eval_batch if found.job.eval_batch != job.eval_batch else None
-    return Candidate(layout, found, _why_not(found), precision=precision, eval_batch=eval_batch)
+    return Candidate(layout, found, precision=precision, eval_batch=eval_batch)
 
 
 def _precisions(job: Job, machine: Machine, limits: Limits) -> list[str]:
@@ -234,24 +232,16 @@ def _stages(job: Job) -> Iterator[int]:
             yield stages
 
 
-def _batches(job: Job, limits: Limits, asked: int) -> Iterator[Job]:
-    """Micro-batches doubled from 1, and the requested one."""
+def _batches(job: Job, limits: Limits) -> Iterator[Job]:
+    """Micro-batches doubled from 1, and the requested one: the job's."""
     doubled = [1 << power for power in range(LARGEST_MICRO_BATCH.bit_length())]
-    for micro in sorted({*doubled, asked}):
+    for micro in sorted({*doubled, job.micro_batch}):
         share = micro * job.readers
         if limits.global_batch is None:
-            steps = MICRO_BATCHES_A_STAGE * job.stages if job.stages > 1 else limits.accumulation
+            steps = MICRO_BATCHES_A_STAGE * job.stages if job.stages > 1 else job.accumulation
             yield replace(job, micro_batch=micro, accumulation=steps)
         elif limits.global_batch % share == 0:
             yield replace(job, micro_batch=micro, accumulation=limits.global_batch // share)
-
-
-def _why_not(found: Plan) -> str | None:
-    if found.peak_bytes > found.limit_bytes:
-        return f"needs {gib(found.peak_bytes)} of {gib(found.limit_bytes)} GiB"
-    if found.host_bytes > found.host_limit_bytes:
-        return f"needs {gib(found.host_bytes)} GiB of host memory per node, of {gib(found.host_limit_bytes)}"
-    return None
 
 
 def scaling(job: Job, machine: Machine) -> list[tuple[int, float, float]]:
@@ -262,10 +252,6 @@ def scaling(job: Job, machine: Machine) -> list[tuple[int, float, float]]:
     counts = [first << doublings for doublings in range(MOST_RANKS.bit_length()) if first << doublings <= MOST_RANKS]
     speeds = [plan_seconds(replace(job, world_size=ranks), machine).samples_per_second for ranks in counts]
     return [(ranks, speed, speeds[0] * (ranks // first)) for ranks, speed in zip(counts, speeds, strict=True)]
-
-
-def gib(size: float) -> str:
-    return f"{size / 2**30:,.2f}"
 
 
 def slower_by(best: Candidate, other: Candidate) -> tuple[str, float]:

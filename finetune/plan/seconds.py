@@ -18,7 +18,6 @@ from itertools import pairwise
 from finetune.plan.collectives import Group, all_to_all, p2p
 from finetune.plan.engines.resident import Weights
 from finetune.plan.exchange import exchanges_of
-from finetune.plan.forward.parts import Part
 from finetune.plan.job import PIPELINE, Job, checkpoints_of, layers_of, stage_weights, tape_of
 from finetune.plan.kernels import NOTHING, SegmentWork, Work, kernels_of, passed
 from finetune.plan.machine import Machine
@@ -144,7 +143,7 @@ def plan_seconds(job: Job, machine: Machine) -> StepSeconds:
     return _step(job, machine, segments, parts, sent)
 
 
-def _moved(job: Job, machine: Machine, part: Part | None = None) -> float:
+def _moved(job: Job, machine: Machine, part: range | None = None) -> float:
     """Seconds in which a micro-batch's activation checkpoints go to the host, on the stream that computes; they take as
     long to come back."""
     return sum(checkpoints_of(job, part)) / machine.host_link.bandwidth_bytes_per_second
@@ -228,7 +227,7 @@ def stage_bounds(job: Job, machine: Machine) -> list[int]:
         share, rest = divmod(count, job.stages)  # runtime/utils.py, partition_uniform
         return [stage * share + min(stage, rest) for stage in range(job.stages + 1)]
     if job.partition_method == "parameters":
-        entries = (stage_weights(job, Part(place, place + 1)) for place in range(count))
+        entries = (stage_weights(job, range(place, place + 1)) for place in range(count))
         return list(_cut(tuple(float(sum(t.elements for t in one if t.trains)) for one in entries), job.stages))
     return list(_cut(tuple(sum(_lasting(segment, machine)) for segment in segments), job.stages))
 
@@ -240,7 +239,7 @@ def stage_seconds(job: Job, machine: Machine) -> tuple[list[float], list[float]]
     forward, backward = [], []
     for first, last in pairwise(bounds):
         lasting = [_lasting(segment, machine) for segment in segments[first:last]]
-        moved = _moved(job, machine, Part(first, last))
+        moved = _moved(job, machine, range(first, last))
         forward.append(moved + sum(ahead for ahead, _ in lasting))
         backward.append(moved + sum(back for _, back in lasting))
     return forward, backward
@@ -271,8 +270,8 @@ def _pipeline(job: Job, machine: Machine) -> StepSeconds:
     slowest = max(range(job.stages), key=lambda stage: forward[stage] + backward[stage])
     again = sum(s.again.device for s in segments[bounds[slowest] : bounds[slowest + 1]])
     busy = job.accumulation * (forward[slowest] + backward[slowest])
-    moved = _moved(job, machine, Part(bounds[slowest], bounds[slowest + 1]))
-    held = (stage_weights(job, Part(*cut)) for cut in pairwise(bounds))
+    moved = _moved(job, machine, range(bounds[slowest], bounds[slowest + 1]))
+    held = (stage_weights(job, range(*cut)) for cut in pairwise(bounds))
     ends = [_ending(job, machine, Weights(tensors, job.weight_bytes)) for tensors in held]
     reduced = max(traffic.boundary.communication + traffic.step.communication for traffic, _ in ends)
     copies = max((traffic.boundary.work + traffic.step.work for traffic, _ in ends), key=lambda work: work.device)

@@ -120,17 +120,20 @@ class Tape(Recorder):
         the adapter's weights, which autocast finds in fp32, unless FSDP has gathered them in half precision."""
         own = self.bytes_of(f"{module}.lora_A.default.weight")
         x = self.dropout(self.cast(x, own), lora.dropout)
-        for name in (f"{module}.lora_A.default", f"{module}.lora_B.default"):
-            high, wide = self.shapes[f"{name}.weight"]
-            casts = [self.cast_weight(f"{name}.weight", name)] if self.casts(f"{name}.weight") else []
-            x = self.cast(x, self.numbers.product_bytes)
-            product = Gemm(rows, high, wide)
-            x = self.op("linear", (x, *casts), rows * high, saves=(x, *(casts if x.needs_grad else ())),
-                        gemms=(product,), gemms_back=product.back(x.needs_grad),
-                        weights=() if casts else (f"{name}.weight",), module="" if casts else name)  # fmt: skip
+        for part in (f"{module}.lora_A.default", f"{module}.lora_B.default"):
+            x = self.product("linear", x, part, Gemm(rows, *self.shapes[f"{part}.weight"]))
         if lora.is_dora:
             return self._dora(base, x, module, own)
         return self.add(base, self.scale(x))
+
+    def product(self, name: str, x: Value, module: str, gemm: Gemm) -> Value:
+        """Of `x` and the trained weight of `module`, which has no bias."""
+        weight = f"{module}.weight"
+        casts = [self.cast_weight(weight, module)] if self.casts(weight) else []
+        x = self.cast(x, self.numbers.product_bytes)
+        return self.op(name, (x, *casts), gemm.m * gemm.n, saves=(x, *(casts if x.needs_grad else ())), gemms=(gemm,),
+                       gemms_back=gemm.back(x.needs_grad), weights=() if casts else (weight,),
+                       module="" if casts else module)  # fmt: skip
 
     def _dora(self, base: Value, x: Value, module: str, own: int) -> Value:
         """peft, tuners/lora/dora.py, DoraLinearLayer.forward: scales both products by row norms, for which it builds

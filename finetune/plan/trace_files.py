@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +104,8 @@ def _sum(products: list[Any], sizes: Mapping[str, int]) -> float:
 
 
 def _repeated(parts: Sequence[int], many: int, period: int) -> list[int]:
-    """So many parts, of which the last ones repeat."""
-    back = (max(-(-(at + 1 - len(parts)) // period), 0) * period for at in range(many))
-    return [parts[at - one] for at, one in enumerate(back)]
+    """So many parts, of which the last `period` repeat."""
+    return list(islice(chain(parts, cycle(parts[-period:])), many))
 
 
 class _Made:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from finetune.plan.collectives import Group, all_gather, all_reduce, reduce_scatter
 from finetune.plan.engines.fsdp import Fsdp
 from finetune.plan.engines.resident import Weights
-from finetune.plan.engines.zero3 import gathers
+from finetune.plan.engines.zero3 import played
 from finetune.plan.job import FSDP, TRAINER, Job
 from finetune.plan.kernels import NOTHING, Kernels, Work
 from finetune.plan.machine import Machine
@@ -166,14 +166,14 @@ class Network:
     def zero3(self, tape: Tape) -> Traffic:
         """Gathers by module as the coordinator requests them, and buckets of gradients. After the optimizer each
         persistent parameter is gathered by a separate call (_post_step)."""
-        played = gathers(tape, self.weights, self.zero, self.ranks)
+        engine = played(tape, self.weights, self.zero, self.ranks)
         hooks = Flow(work=self.hooks(ZERO3_MODULE * len([op for op in tape.ops if op.module])))
         forward, backward = (
-            hooks + self.read() + self.gathered(played.by_phase[phase], phase) for phase in ("forward", "backward")
+            hooks + self.read() + self.gathered(engine.gathers[phase], phase) for phase in ("forward", "backward")
         )
-        backward += self.scattered(played.reduced, 6)
+        backward += self.scattered(engine.reduced, 6)
         boundary = backward + self.to_host()
-        kept = played.persistent if self.ranks > 1 else ()
+        kept = [engine.elements[name] for name in engine.persistent] if self.ranks > 1 else []
         step = self.sent(all_gather, sum(kept) * self.size, len(kept))
         step += Flow(work=self.hooks(SHARDED_PARAMETER * len(kept)))
         each = backward + self.added(self.ranks)

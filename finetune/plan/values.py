@@ -130,7 +130,6 @@ class Segment:
     name: str
     ops: list[Op] = field(default_factory=list)
     recomputed: bool = False
-    layer: int | None = None
     entry: tuple[Value, ...] = ()
     start: int = 0  # the index of its first operator
     like: int | None = None

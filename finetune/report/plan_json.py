@@ -55,7 +55,7 @@ def _layout(one: Candidate) -> dict[str, Any]:
         "host_bytes": one.plan.host_bytes,
         "step_seconds": one.plan.seconds.total,
         "samples_per_second": one.samples_per_second,
-        "why_not": one.why_not,
+        "why_not": one.plan.why_not,
     }
 
 

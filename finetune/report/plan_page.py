@@ -34,7 +34,7 @@ def write_page(path: Path, plan: Plan, found: Found | None = None, *, scaling: S
     ]
     failing = []
     if found is not None and found.failing:
-        rows = tuple((one.words, one.why_not or "") for one in found.failing)
+        rows = tuple((one.words, one.plan.why_not or "") for one in found.failing)
         title, columns = "At the smallest batch that was considered", ("layout", "why not")
         failing.append(Block("table", Table(title, columns, rows, texts=columns, folding=columns[1:])))
     sections = [

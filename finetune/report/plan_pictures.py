@@ -157,7 +157,7 @@ def _dots(picture: Picture, found: Found, ahead: list[Candidate], across: Scale,
     for one in found.failing:
         held = one.plan.peak_bytes / GIB
         x = across(min(held, across.high)) - 5 * (held > across.high)
-        picture.add(Dot(x, up(one.samples_per_second), LIMIT, f"{one.words}: {one.why_not}", hollow=True))
+        picture.add(Dot(x, up(one.samples_per_second), LIMIT, f"{one.words}: {one.plan.why_not}", hollow=True))
     points = [(across(c.plan.peak_bytes / GIB), up(c.samples_per_second)) for c in ahead]
     stairs = [p for a, b in pairwise(points) for p in (a, (b[0], a[1]))] + points[-1:]
     picture.add(Line(tuple(stairs), ACCENT, 1.2))

@@ -71,7 +71,7 @@ def _show_layouts(console: Console, plan: Plan, found: Found) -> None:
         say(console, "\nThese do not fit, at the smallest batch that was considered:", "bold")
         for one in found.failing:
             more = "" if one.plan.job.checkpoint_interval else ", without checkpointing"
-            say(console, f"  {one.words}{more}: {one.why_not}")
+            say(console, f"  {one.words}{more}: {one.plan.why_not}")
 
 
 def memory_table(plan: Plan, kinds: Sequence[tuple[str, RankMemory]]) -> Table:

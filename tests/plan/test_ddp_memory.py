@@ -80,7 +80,7 @@ def planned_bytes(accumulation: int) -> int:
     engine.hold(ledger)
     between = ledger.total
     for micro in range(accumulation):
-        engine.begin(ledger, micro == 0, micro == accumulation - 1)
+        engine.begin(micro == 0, micro == accumulation - 1)
         tape = build_tape(model, Batch(ROWS, TOKENS), Numbers(FP32_BYTES, "cpu"))
         one = Pass(tape, ledger, engine)
         one.forward()

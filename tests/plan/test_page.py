@@ -47,10 +47,10 @@ def piped() -> Plan:
 @pytest.fixture(scope="module")
 def found() -> Found:
     one, two, three = (
-        Candidate(f"layout{micro}", plan(replace(JOB, micro_batch=micro), MACHINE), None) for micro in (1, 4, 16)
+        Candidate(f"layout{micro}", plan(replace(JOB, micro_batch=micro), MACHINE)) for micro in (1, 4, 16)
     )
     huge = plan(replace(JOB, micro_batch=512), MACHINE)
-    return Found((three, two, one), (Candidate("hopeless", huge, "needs <far> too much"),), 77)
+    return Found((three, two, one), (Candidate("hopeless", huge),), 77)
 
 
 def read(path: Path) -> PageReader:
@@ -79,7 +79,7 @@ def test_the_page_has_all_pictures_and_all_numbers(tmp_path: Path, small: Plan, 
     shown |= {
         "mind the gap",
         command,
-        "needs <far> too much",
+        found.failing[0].plan.why_not,
         "arXiv 1811.06965",
         *MACHINE.sources["launch_seconds"].split()[:1],
     }
@@ -150,7 +150,7 @@ def test_hostile_text_stays_text(tmp_path: Path, small: Plan, found: Found) -> N
         job=replace(small.job, model=replace(MODEL, family=HOSTILE)),
     )
     candidates = tuple(replace(one, layout=HOSTILE) for one in found.fitting)
-    failing = tuple(replace(one, why_not=HOSTILE, layout=HOSTILE) for one in found.failing)
+    failing = tuple(replace(one, layout=HOSTILE) for one in found.failing)
     path = tmp_path / "plan.html"
     write_page(path, hostile, Found(candidates, failing, 3), scaling=SCALING, notes=[HOSTILE], command=HOSTILE)
     page = read(path)

@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import pytest
 
-from finetune.plan.forward.parts import Part
 from finetune.plan.job import PIPELINE, Job, tape_of
 from finetune.plan.machine import find_machine
 from finetune.plan.memory import plan_memory
@@ -30,7 +29,7 @@ def test_stages_together_do_what_the_whole_model_does(name: str) -> None:
     one = Job(model, PIPELINE, Zero(stage=1), world_size=4, stages=4, micro_batch=8, accumulation=4, tokens=1)
     bounds = stage_bounds(one, H100)
     assert bounds[-1] == (7 if name == "mlp" else 10)
-    tapes = [tape_of(one, Part(first, last)) for first, last in pairwise(bounds)]
+    tapes = [tape_of(one, range(first, last)) for first, last in pairwise(bounds)]
     used = [name for tape in tapes for name in {name for op in tape.ops for name in op.weights}]
     assert sorted(used) == sorted(tensor.name for tensor in model.tensors)
     forward = sum(gemm.flops for tape in tapes for op in tape.ops for gemm in op.gemms)

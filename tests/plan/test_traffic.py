@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from finetune.plan.engines.resident import Weights
-from finetune.plan.engines.zero3 import gathers
+from finetune.plan.engines.zero3 import played
 from finetune.plan.job import DEEPSPEED, PIPELINE, Job, tape_of
 from finetune.plan.kernels import HALF_SPEED_KEYS, KERNEL_SECONDS, SUSTAINED, Kernels, kernels_of
 from finetune.plan.machine import Link, Machine, Nvme, find_machine
@@ -124,8 +124,8 @@ def test_zero_3_gathers_joins_and_copies_apart_module_by_module(quantized: bool)
     zero = replace(THREE, quantized_weights=quantized)
     found = traffic(engine=DEEPSPEED, zero=zero)
     job = Job(MODEL, DEEPSPEED, zero, 2, tokens=1)
-    played = gathers(tape_of(job), Weights(MODEL.tensors, 4), zero, 2)
-    assert played.by_phase["forward"] == ((110, 2),) * LAYERS
+    engine = played(tape_of(job), Weights(MODEL.tensors, 4), zero, 2)
+    assert engine.gathers["forward"] == [(110, 2)] * LAYERS
     sent = 1 if quantized else 4  # int8
     each = 0.5 * sent * 110 / 100 + 1.0
     assert found.forward.communication == pytest.approx(LAYERS * each)
@@ -139,10 +139,10 @@ def test_zero_3_gathers_joins_and_copies_apart_module_by_module(quantized: bool)
 def test_zero_3_scatters_buckets_of_gradients_and_adds_pieces() -> None:
     """Each joined, copied and scaled (read and written), scattered, and its half copied out."""
     found = traffic(engine=DEEPSPEED, zero=THREE)
-    played = gathers(tape_of(Job(MODEL, DEEPSPEED, THREE, 2, tokens=1)), Weights(MODEL.tensors, 4), THREE, 2)
-    backward = [elements for elements, _ in played.by_phase["backward"]]
+    engine = played(tape_of(Job(MODEL, DEEPSPEED, THREE, 2, tokens=1)), Weights(MODEL.tensors, 4), THREE, 2)
+    backward = [elements for elements, _ in engine.gathers["backward"]]
     assert sum(backward) in (330, 440)  # the last module's weights may still be there
-    buckets = played.reduced
+    buckets = engine.reduced
     scattered = 0.5 * 4 * ELEMENTS / 100 + buckets * 1.0
     assert found.backward.communication == pytest.approx(0.5 * 4 * sum(backward) / 100 + len(backward) + scattered)
     assert found.backward.tail == pytest.approx(scattered / buckets)

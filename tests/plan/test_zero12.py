@@ -30,7 +30,7 @@ def layout(kind: Any = Zero12, rank: int = 0, bytes_each: int = 2, **zero: Any) 
 def micro_batch(made: Any, device: Ledger, first: bool = True, last: bool = True) -> None:
     """Backward, from the last tensor to the first."""
     device.phase = "backward"
-    made.begin(device, first, last)
+    made.begin(first, last)
     for tensor in reversed(TENSORS):
         device.take(TEMPORARY, tensor.elements * made.size)
         made.gradient(device, tensor.name)
@@ -87,7 +87,7 @@ def test_a_bucket_is_reduced_before_it_would_run_over() -> None:
     """Of 22 elements: d and c together (18), then b (6 more would be 24), then a, which is larger than any bucket."""
     made, device, _ = layout(rank=0, reduce_bucket_size=22, stage=2)
     device.phase = "backward"
-    made.begin(device, True, True)
+    made.begin(True, True)
     held = []
     for tensor in reversed(TENSORS):
         device.take(TEMPORARY, tensor.elements * 2)

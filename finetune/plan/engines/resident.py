@@ -112,7 +112,7 @@ class Resident(Engine):
         """Takes the bytes that live between steps."""
         raise NotImplementedError
 
-    def begin(self, ledger: Ledger, is_first: bool, is_boundary: bool) -> None:
+    def begin(self, is_first: bool, is_boundary: bool) -> None:
         """A micro-batch: the first of its step, the last of its step, or both."""
         self.is_first, self.is_boundary = is_first, is_boundary
 

@@ -7,7 +7,6 @@ partitioned_param_coordinator.py; each place names its function.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -100,8 +99,8 @@ class Zero3(Resident):
         ledger.take(GATHERED, sum(self.elements[name] for name in self.persistent) * self.gathered_size)
         self.here = set(self.persistent)
 
-    def begin(self, ledger: Ledger, is_first: bool, is_boundary: bool) -> None:
-        super().begin(ledger, is_first, is_boundary)
+    def begin(self, is_first: bool, is_boundary: bool) -> None:
+        super().begin(is_first, is_boundary)
         self.at = self.asked = self.turn = 0
         self.promised.clear()
 
@@ -220,19 +219,9 @@ class Zero3(Resident):
         self.second.clear()
 
 
-@dataclass(frozen=True)
-class Gathers:
-    """`by_phase`: elements and parameters of each gather. `reduced`: the number of buckets of gradients. `persistent`:
-    the elements of each parameter that stays whole."""
-
-    by_phase: dict[str, tuple[tuple[int, int], ...]]
-    reduced: int
-    persistent: tuple[int, ...]
-
-
-def gathers(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Gathers:
-    """Of a micro-batch, forward and backward. Cached by the settings that matter, so layouts that gather alike are
-    simulated once."""
+def played(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Zero3:
+    """The engine after a micro-batch, forward and backward. Cached by the settings that matter, so layouts that gather
+    alike are simulated once."""
     hangs_on = Zero(stage=3, reduce_bucket_size=zero.reduce_bucket_size, max_reuse_distance=zero.max_reuse_distance,
                     prefetch_bucket_size=zero.prefetch_bucket_size, max_live_parameters=zero.max_live_parameters,
                     persistence_threshold=zero.persistence_threshold)  # fmt: skip
@@ -240,15 +229,14 @@ def gathers(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Gathers:
 
 
 @lru_cache(maxsize=128)
-def _played(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Gathers:
+def _played(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Zero3:
     ledger = Ledger()
     layout = Zero3(weights, zero, Optimizer("sgd"), ranks, 0, ledger)
     layout.hold(ledger)
     layout.trace(tape)
-    layout.begin(ledger, True, True)
+    layout.begin(True, True)
     passed = Pass(tape, ledger, layout)
     passed.forward()
     passed.backward()
     layout.end(ledger)
-    by_phase = {phase: tuple(layout.gathers[phase]) for phase in ("forward", "backward")}
-    return Gathers(by_phase, layout.reduced, tuple(layout.elements[name] for name in layout.persistent))
+    return layout

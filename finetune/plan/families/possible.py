@@ -65,7 +65,7 @@ def _faults(kind: str, sizes: Sizes) -> Iterator[str]:
     elif kind in ROTARY:
         yield from _decoder(kind, sizes, found)
     if kind in ROTARY:
-        yield from _layers(kind, sizes)
+        yield from _layers(sizes)
         yield from _rope(kind, sizes)
     yield from _words(kind, sizes)
     pad = sizes.config.get("pad_token_id")
@@ -103,7 +103,7 @@ def _latent(sizes: Sizes, found: dict[str, int]) -> Iterator[str]:
         yield f"head_dim is {other}, but rotations are as wide as qk_rope_head_dim {width}. Remove it."
 
 
-def _layers(kind: str, sizes: Sizes) -> Iterator[str]:
+def _layers(sizes: Sizes) -> Iterator[str]:
     types, layers = sizes.config.get("layer_types"), sizes("num_hidden_layers")
     if types is not None and (not isinstance(types, list) or len(types) != layers):
         yield f"layer_types must be a list of num_hidden_layers {layers} entries. Fix it, or remove it."

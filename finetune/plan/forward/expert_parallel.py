@@ -7,12 +7,13 @@ layer's `gate_up_proj` becomes `w1` and `w3`, `down_proj` becomes `w2`, and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from finetune.plan.forward.parts import Setting
+from finetune.plan.forward.player import Player
 from finetune.plan.model import Buffer, Model, Tensor
 from finetune.plan.tape import Tape
 from finetune.plan.values import DISPATCH, FP32_BYTES, INT64_BYTES, Gemm, Value
@@ -48,20 +49,26 @@ def _parts(tensor: Tensor, size: int) -> Iterator[Tensor]:
         yield tensor
 
 
-def mixture_of(op: Any) -> str:
+def is_expert_parallel(player: Player, op: Any) -> bool:
+    """Whether it is the router of experts that ranks hold together."""
+    return bool(op["weights"]) and f"{_mixture_of(op)}.experts.w1" in player.tape.shapes
+
+
+def _mixture_of(op: Any) -> str:
     """The name of the module that has this router; of another operator, a name that no mixture has."""
     return str(op["weights"][-1].removesuffix(".gate.weight"))
 
 
-def end_of_mixture(ops: Sequence[Any], x: int, storage_of: Callable[[int], int]) -> tuple[int, int]:
-    """Where a layer's mixture ends, whose router is the first of `ops` and reads `x`, and the value that it gives: the
-    next operator that reads what was there before, besides `x` itself, reads it too."""
-    made = {number for op in ops for number in op["out"]}
-    own = set(ops[0]["out"])
+def play_expert_parallel(player: Player, ops: Sequence[Any]) -> int:
+    """Plays a layer's mixture, whose router is the first of `ops`, in expert parallelism; returns in place of how many
+    of them. It ends where the next operator reads what was there before, besides what the router reads."""
+    x, made = ops[0]["in"][0], {number for op in ops for number in op["out"]}
+    values, own = player.trace.values, set(ops[0]["out"])
     for place, op in enumerate(ops[1:], 1):
-        older = [one for one in op["in"] if one not in made and storage_of(one) != storage_of(x)]
+        older = [one for one in op["in"] if one not in made and values[one][2] != values[x][2]]
         if older and (mine := own & set(op["in"])):
-            return place, mine.pop()
+            player.put(mine.pop(), expert_parallel(player.setting, _mixture_of(ops[0]), player.values[x]))
+            return place
         own |= set(op["out"])
     raise AssertionError("a mixture's output is added to the layer's input")
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from finetune.plan.families.parts import IMAGES
 from finetune.plan.forward.attention import FUSED, Heads, attend, kind_of
 from finetune.plan.forward.cuts import LINEAR, SOFTMAX
-from finetune.plan.forward.trace_values import TraceValues
+from finetune.plan.forward.player import Player
 from finetune.plan.values import ATTENTION, FP32_BYTES, HALF_BYTES, Gemm, Value
 
 CONVOLUTION = "convolution"
@@ -29,65 +28,65 @@ FLOATS = (HALF_BYTES, FP32_BYTES)
 BETWEEN = {"logsumexp": 2, "rsqrt": 2, "cos": 2, "sin": 1, "sqrt": 1, "abs": 1}
 
 
-def linear(player: TraceValues, op: Any, inputs: list[Value]) -> Value:
+def linear(player: Player, op: Any, inputs: list[Value]) -> Value:
     weights, fan_out = op["weights"], player.sizes(op)[1]
     bias = weights[0] if len(weights) > 1 else ""
     return player.tape.linear(inputs[0], _module(op), weights[-1], bias, fan_out)
 
 
-def layer_norm(player: TraceValues, op: Any, inputs: list[Value]) -> Value | None:
+def layer_norm(player: Player, op: Any, inputs: list[Value]) -> Value | None:
     """A kernel first copies what is laid out otherwise, such as channels that were last."""
     if len(op["in"]) > 1:
         return None
     return player.tape.layer_norm(inputs[0], _module(op), inputs[0].bytes if "copies" in op else 0)
 
 
-def weigh(player: TraceValues, op: Any, inputs: list[Value]) -> Value | None:
+def weigh(player: Player, op: Any, inputs: list[Value]) -> Value | None:
     module = _module(op)
     return player.tape.weigh(inputs[0], module) if op["weights"][-1] == f"{module}.weight" else None
 
 
-def dropout(player: TraceValues, op: Any, inputs: list[Value]) -> Value:
+def dropout(player: Player, op: Any, inputs: list[Value]) -> Value:
     return player.tape.dropout(inputs[0], player.dropout)
 
 
-def attention(player: TraceValues, op: Any, inputs: list[Value]) -> Value:
+def attention(player: Player, op: Any, inputs: list[Value]) -> Value:
     masks = player.masks if len(inputs) == len("qkv") else ()
     return attend(player.setting, _heads(player, op), *inputs, *masks)
 
 
-def multiply(player: TraceValues, op: Any, inputs: list[Value]) -> Value | None:
+def multiply(player: Player, op: Any, inputs: list[Value]) -> Value | None:
     if len(inputs) == 1:
         return None
     return player.tape.multiply(inputs[0], inputs[1], player.elements(op["out"][0]))
 
 
-def matmul(player: TraceValues, op: Any, inputs: list[Value]) -> Value:
+def matmul(player: Player, op: Any, inputs: list[Value]) -> Value:
     gemm = Gemm(*player.sizes(op))
     return player.tape.matmul(inputs[0], inputs[1], gemm, casts=not op["inside"])  # positions are turned in fp32
 
 
-def power(player: TraceValues, op: Any, inputs: list[Value]) -> Value:
+def power(player: Player, op: Any, inputs: list[Value]) -> Value:
     """Its gradient is grad * (n * x**(n-1)), with two intermediate tensors (FunctionsManual.cpp, pow_backward)."""
     x = _as_computed(player, op, inputs)[0]
     return player.tape.unary("pow", x, scratch_back=2 * x.bytes)
 
 
-def softmax(player: TraceValues, op: Any, inputs: list[Value]) -> Value:
+def softmax(player: Player, op: Any, inputs: list[Value]) -> Value:
     numbers, tape = player.numbers, player.tape
     full = FP32_BYTES if player.trace.values[op["out"][0]][1] == FP32_BYTES else None
     widens = numbers.autocast and numbers.device == "cuda" and not (full and numbers.is_fp16)
     return tape.softmax(tape.cast(inputs[0], FP32_BYTES) if widens else inputs[0], full)
 
 
-Handler = Callable[[TraceValues, Any, list[Value]], Value | None]
+Handler = Callable[[Player, Any, list[Value]], Value | None]
 WEIGHED: dict[str, Handler] = {**dict.fromkeys(LINEAR, linear), LAYER_NORM: layer_norm, "mul": weigh}
 # Their backward pass is known better than what autograd saves.
 PLAIN: dict[str, Handler] = {"dropout": dropout, ATTENTION: attention, "mul": multiply, "bmm": matmul, "pow": power,
                              SOFTMAX: softmax}  # fmt: skip
 
 
-def converted(player: TraceValues, number: int, x: Value, whole: int) -> tuple[Value, int]:
+def converted(player: Player, number: int, x: Value, whole: int) -> tuple[Value, int]:
     """The trace is in bf16: what it converts from fp32 goes back to the precision that it had. On a GPU one kernel
     reads fp16 and writes a softmax in fp32 (aten/src/ATen/native/SoftMax.cpp)."""
     tape, numbers, size = player.tape, player.numbers, player.trace.values[number][1]
@@ -99,7 +98,7 @@ def converted(player: TraceValues, number: int, x: Value, whole: int) -> tuple[V
     return tape.cast(x, whole if numbers.autocast and whole else numbers.bytes_each), 0
 
 
-def copies_back(player: TraceValues, op: Any) -> bool:
+def copies_back(player: Player, op: Any) -> bool:
     """Whether the gradient of a transposed value has another layout. Fused attention's has not."""
     reader = player.seen.attentions.get(op["out"][0])
     if reader is None:
@@ -109,7 +108,7 @@ def copies_back(player: TraceValues, op: Any) -> bool:
     return kind_of(player.tape, _heads(player, reader), is_given or bool(player.masks), trains) != FUSED
 
 
-def any_other(player: TraceValues, op: Any, inputs: list[Value]) -> Value:
+def any_other(player: Player, op: Any, inputs: list[Value]) -> Value:
     """Saves what autograd saves, if it is still needed."""
     tape, name, weights = player.tape, op["name"], op["weights"]
     first, *others = op["out"]
@@ -142,16 +141,14 @@ def _module(op: Any) -> str:
     return str(op["weights"][-1].rpartition(".")[0])
 
 
-def _heads(player: TraceValues, op: Any) -> Heads:
-    tokens, keys, width, many = player.sizes(op)
+def _heads(player: Player, op: Any) -> Heads:
+    scores, mix = (Gemm(*player.sizes(op, at)) for at in (0, 1))
     query, key = map(player.elements, op["in"][:2])
-    heads, values = many // player.batch.rows, player.sizes(op, 1)[1]
     how = {**op["heads"], "dropout": op["heads"]["dropout"] and player.dropout}
-    return Heads(replace(player.batch, tokens=tokens), heads, width, heads * key * tokens // (query * keys),
-                 keys=keys, value_width=values, **how)  # fmt: skip
+    return Heads(scores, mix, key * scores.m != query * scores.n, **how)
 
 
-def _as_computed(player: TraceValues, op: Any, inputs: list[Value]) -> list[Value]:
+def _as_computed(player: Player, op: Any, inputs: list[Value]) -> list[Value]:
     """Autocast converts inputs; `_grouped_mm` gets them in its weights' precision (transformers 5.23,
     integrations/moe.py, _grouped_mm)."""
     tape, name = player.tape, op["name"]
@@ -165,7 +162,7 @@ def _as_computed(player: TraceValues, op: Any, inputs: list[Value]) -> list[Valu
     return inputs
 
 
-def _scratch_back(player: TraceValues, op: Any, inputs: list[Value], wider: float) -> int:
+def _scratch_back(player: Player, op: Any, inputs: list[Value], wider: float) -> int:
     """Bytes that its backward pass takes besides the gradients of its inputs. `wider`: how much a model's own function
     is than in the trace."""
     if "back" not in op:
@@ -175,7 +172,7 @@ def _scratch_back(player: TraceValues, op: Any, inputs: list[Value], wider: floa
     )
 
 
-def _products(player: TraceValues, op: Any, inputs: list[Value], grad: bool, trains: bool) -> dict[str, Any]:
+def _products(player: Player, op: Any, inputs: list[Value], grad: bool, trains: bool) -> dict[str, Any]:
     gemms = tuple(Gemm(*player.sizes(op, at)) for at in range(len(op["gemms"])))
     if not gemms:  # of scores, a loss reads one in each row
         return {"moved": inputs[-1].bytes} if op["name"] == "nll_loss_forward" else {}
@@ -183,7 +180,7 @@ def _products(player: TraceValues, op: Any, inputs: list[Value], grad: bool, tra
     return {"gemms": gemms, "gemms_back": back}
 
 
-def _width(player: TraceValues, op: Any, traced: int, inputs: Sequence[Value]) -> int:
+def _width(player: Player, op: Any, traced: int, inputs: Sequence[Value]) -> int:
     """Bytes per element of its output: what is bf16 in the trace has the model's precision, under autocast that of its
     inputs. So has what is fp32 because they were."""
     numbers, name = player.numbers, op["name"]

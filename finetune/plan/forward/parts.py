@@ -51,14 +51,6 @@ def terms(head: str, batch: Batch) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A pipeline stage: entries `first` to `last`, exclusive, of the flat list of layers (forward/stages.py)."""
-
-    first: int
-    last: int
-
-
-@dataclass(frozen=True)
 class Setting:
     """The inputs of a recorded forward pass. Every `checkpoint_interval`-th layer is recomputed; 0: none. `ahead`:
     layers that come before those of the forward pass in the model's list of modules, such as a tower's."""
@@ -89,7 +81,7 @@ def pattern(keys: Sequence[Hashable]) -> tuple[int, int, int]:
     return 0, 0, 1
 
 
-def renamed(segment: Segment, at: int, old: str, new: str, layer: int) -> Segment:
+def renamed(segment: Segment, at: int, old: str, new: str) -> Segment:
     """The segment at index `at` with the names of a like layer."""
     ops = [
         replace(
@@ -101,4 +93,4 @@ def renamed(segment: Segment, at: int, old: str, new: str, layer: int) -> Segmen
         else op
         for op in segment.ops
     ]
-    return replace(segment, name=new, ops=ops, layer=layer, like=at)
+    return replace(segment, name=new, ops=ops, like=at)

@@ -131,8 +131,8 @@ def resnet(setting: Setting) -> Value:
         side = (side - 1) // 2 + 1
         pooled = rows * stem(sizes).fan_out * side * side
         x = tape.op("max_pool", (x,), pooled, saves=(x,), extra_saved=INT64_BYTES * pooled)
-    for number, layer in enumerate(layers(sizes)):
-        with tape.segment(layer.name, x, layer=number):
+    for layer in layers(sizes):
+        with tape.segment(layer.name, x):
             x, side = _residual(setting, (x, side), layer)
     with tape.segment("head"):
         mean = tape.op("mean", (x,), rows * width(sizes))
@@ -154,14 +154,8 @@ def _conv(setting: Setting, picture: Picture, conv: Conv) -> Picture:
     tape, rows = setting.tape, setting.batch.rows
     x, side = picture
     out = (side - 1) // conv.stride + 1  # padded by half the kernel
-    name = f"{conv.name}.convolution"
-    casts = [tape.cast_weight(f"{name}.weight", name)] if tape.numbers.autocast else []
-    x = tape.cast(x, tape.numbers.product_bytes)
     gemm = Gemm(rows * out * out, conv.fan_out, conv.kernel**2 * conv.fan_in)
-    saves = (x, *(casts if x.needs_grad else ()))
-    made = tape.op("convolution", (x, *casts), rows * conv.fan_out * out * out, saves=saves,
-                   weights=() if casts else (f"{name}.weight",), module="" if casts else name,
-                   gemms=(gemm,), gemms_back=gemm.back(x.needs_grad))  # fmt: skip
+    made = tape.product("convolution", x, f"{conv.name}.convolution", gemm)
     names = tuple(f"{conv.name}.normalization.{part}" for part in ("weight", "bias"))
     # A GPU reads its input twice, for the means and to normalize, and both it and the gradient twice on the way back.
     passes = (3, 5) if tape.numbers.device == "cuda" else (2, 4)

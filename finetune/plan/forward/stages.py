@@ -12,8 +12,9 @@ from typing import Any
 from finetune.plan.forward.attention import document_mask
 from finetune.plan.forward.cuts import cuts_of
 from finetune.plan.forward.losses import chunked_loss, cross_entropy
-from finetune.plan.forward.parts import Part, Setting
-from finetune.plan.forward.traced import Player
+from finetune.plan.forward.parts import Setting
+from finetune.plan.forward.player import Player
+from finetune.plan.forward.traced import let_go, play
 from finetune.plan.model import Trace
 from finetune.plan.values import FP32_BYTES, Value
 
@@ -66,25 +67,25 @@ def _leading_to(wanted: int, ops: Ops) -> Ops:
     return found
 
 
-def stage(trace: Trace, setting: Setting, part: Part) -> Value:
-    """DeepSpeed runs a stage's layers in groups of `activation_checkpoint_interval`, and recomputes the groups
-    whose layers all support it: those of the model, and what comes before (deepspeed 0.19.8, runtime/pipe/module.py,
-    forward and _is_checkpointable)."""
+def stage(trace: Trace, setting: Setting, part: range) -> Value:
+    """`part`: its entries in the flat list. DeepSpeed runs a stage's layers in groups of
+    `activation_checkpoint_interval`, and recomputes the groups whose layers all support it: those of the model, and
+    what comes before (deepspeed 0.19.8, runtime/pipe/module.py, forward and _is_checkpointable)."""
     tape, entries, player = setting.tape, entries_of(trace), Player(trace, setting)
-    assert 0 <= part.first < part.last <= len(entries), part
-    if part.first:
-        given = entries[part.first].given
+    assert 0 <= part.start < part.stop <= len(entries), part
+    if part.start:
+        given = entries[part.start].given
         player.put(given, tape.given(player.elements(given), needs_grad=True))
     loss, step = None, setting.checkpoint_interval or 1
     behind = 1 + max(at for at, entry in enumerate(entries) if entry.layer is not None)
-    for first in range(part.first, part.last, step):
-        group = entries[first : min(first + step, part.last)]
+    for first in range(part.start, part.stop, step):
+        group = entries[first : min(first + step, part.stop)]
         again = bool(setting.checkpoint_interval) and first + len(group) <= behind
         x = player.value(group[0].given)
-        with tape.segment(group[0].name, x, layer=group[0].layer, recomputed=again):
+        with tape.segment(group[0].name, x, recomputed=again):
             for entry in group:
                 loss = _play(player, entry)
-    return loss or player.values[entries[part.last].given]
+    return loss or player.values[entries[part.stop].given]
 
 
 def _play(player: Player, entry: Entry) -> Value | None:
@@ -96,8 +97,8 @@ def _play(player: Player, entry: Entry) -> Value | None:
     for at, op in entry.ops:
         if at == player.seen.head:
             return _loss(player, op)
-        player.play(op)
-        player.let_go(at)
+        play(player, op)
+        let_go(player, at)
     tape.hold(*player.masks, *(player.values[number] for number in entry.masks))
     return None
 
@@ -107,7 +108,7 @@ def _loss(player: Player, head: Any) -> Value:
     setting, tape = player.setting, player.tape
     if setting.loss_chunk_tokens:
         return chunked_loss(setting, player.values[head["in"][0]], head["weights"][-1])
-    player.play(head)
+    play(player, head)
     logits = player.values[head["out"][0]]
     loss = cross_entropy(tape, tape.cast(logits, FP32_BYTES), setting.batch.positions)
     tape.hold(logits)

@@ -1,4 +1,4 @@
-"""What a trace's operators read and make, as values on a tape."""
+"""A trace that is being played on a tape: what its operators read and make, as values on the tape."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from finetune.plan.model import MLP, Trace
 from finetune.plan.values import HALF_BYTES, Storage, Value
 
 
-class TraceValues:
+class Player:
     """The values of a trace that a tape has so far, and how large those are that it makes next."""
 
     def __init__(self, trace: Trace, setting: Setting) -> None:

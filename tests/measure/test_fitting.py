@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.measure.filling import fill
+from finetune.measure.fitting import fill
 from finetune.measure.recording import Recording
 from finetune.plan.families.parts import CAUSAL
 from finetune.plan.forward.parts import Batch
