@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -59,7 +59,7 @@ def prepare_pairs(
 ) -> PairData:
     """As `finetune.data.classification.prepare`; lengths are in tokens, including the prefix and the end of text."""
     lengths = {"max_source_length": max_source_length, "max_target_length": max_target_length}
-    settled = replace(arguments, source_prefix=prefix, **lengths)
+    settled = PairArguments(**{**vars(arguments), **lengths, "source_prefix": prefix})
     _, tokenizer, *_ = rest
     kind = Kind(
         name="seq2seq",

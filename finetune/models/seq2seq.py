@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,12 +28,6 @@ class Seq2SeqSource(TextSource):
     max_target_length: int
     prefix: str
 
-    @property
-    def trained_prefix(self) -> str:
-        """What stood before each source in the model's training by a recipe."""
-        found = getattr(self.tokenizer, "init_kwargs", {}).get(PREFIX)
-        return found if isinstance(found, str) else ""
-
     def keep_prefix(self, tokenizer: Any) -> None:
         """It is saved with the tokenizer, if there is one."""
         tokenizer.init_kwargs.pop(PREFIX, None)
@@ -51,9 +45,14 @@ def find_seq2seq_source(arguments: Seq2SeqModelArguments, pairs: PairArguments) 
     positions, most = positions_of(found.config), getattr(found.tokenizer, "model_max_length", NO_LIMIT)
     source = tokens_of("max_source_length", pairs.max_source_length, positions, most)
     target = tokens_of("max_target_length", pairs.max_target_length, positions, most)
-    lengths = {"max_source_length": source, "max_target_length": target}
-    made = Seq2SeqSource(**vars(found), **lengths, prefix=pairs.source_prefix or "")
-    return made if pairs.source_prefix is not None else replace(made, prefix=made.trained_prefix)
+    prefix = _trained_prefix(found.tokenizer) if pairs.source_prefix is None else pairs.source_prefix
+    return Seq2SeqSource(**vars(found), max_source_length=source, max_target_length=target, prefix=prefix)
+
+
+def _trained_prefix(tokenizer: Any | None) -> str:
+    """What stood before each source in the model's training by a recipe."""
+    found = getattr(tokenizer, "init_kwargs", {}).get(PREFIX)
+    return found if isinstance(found, str) else ""
 
 
 def _set_languages(tokenizer: Any, pairs: PairArguments) -> None:

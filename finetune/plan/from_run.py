@@ -48,10 +48,7 @@ def job_of(
     lora, asked = lora_of(run, model, notes), engine.deepspeed_config_of(run)
     flags = facts.precision_flags(run, engine.stated_precision(asked), lambda: _fastest(machine, notes), bool(asked))
     precision, device = _precision(run, flags, machine, asked), machine.torch_device
-    if run.value("use_liger_kernel"):
-        notes.append(
-            "--use_liger_kernel: its fused kernels and its loss without logits are not counted; a run takes less"
-        )
+    notes += _not_counted(run)
     job = replace(
         subject,
         model=with_lora(_stored(model, run), lora) if lora else model,
@@ -256,6 +253,11 @@ def _side(run: Run, model: Model, notes: list[str]) -> int:
         return facts.LEAST_SIDE  # the built-in digits and CIFAR-10 are this small
     notes.append(f"images are counted as {facts.MOST_SIDE} pixels a side; --image_size changes that")
     return facts.MOST_SIDE
+
+
+def _not_counted(run: Run) -> list[str]:
+    said = "--use_liger_kernel: its fused kernels and its loss without logits are not counted; a run takes less"
+    return [said] if run.value("use_liger_kernel") else []
 
 
 def _tf32(run: Run, machine: Machine) -> bool | None:
