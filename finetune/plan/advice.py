@@ -18,6 +18,7 @@ from finetune.plan.plan import Plan, plan
 from finetune.plan.search import (
     LAYOUTS,
     MOST_RANKS,
+    NVME,
     TRAINER_ALONE,
     Candidate,
     Found,
@@ -247,11 +248,15 @@ def _changes(job: Job) -> Iterator[list[tuple[str, Job]]]:
         smaller.append((flags, replace(job, micro_batch=micro, accumulation=steps)))
     yield smaller
     if job.engine != PIPELINE and not job.trains_half:  # whose recipes refuse other configs
-        away = ("zero2_offload", "zero3_offload", "zero3_nvme")
+        away = ("zero2_offload", "zero3_offload", NVME)
         kinds = [(("zero1", "zero2", "zero3"), job), (away, job), (("zero2", "zero3", *away), again)]
+        is_new = "nvme" not in (job.zero.offload_optimizer, job.zero.offload_param)  # else the run names a folder
         for names, kind in kinds:
-            words = "--deepspeed {}" if kind is job else f"--deepspeed {{}} {CHECKPOINTING}"
-            yield [(words.format(name), laid_out(kind, name)) for name in names if goes_with(job, name)]
+            words = "--deepspeed {}{}" if kind is job else f"--deepspeed {{}}{{}} {CHECKPOINTING}"
+            disk = {NVME: " --nvme_path FOLDER"} if is_new else {}
+            yield [
+                (words.format(name, disk.get(name, "")), laid_out(kind, name)) for name in names if goes_with(job, name)
+            ]
         most = "zero3" if goes_with(job, "zero3") else "zero2"
         more = [job.world_size << doublings for doublings in range(1, 13)]
         yield [

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from finetune.plan.advice import mends
+from finetune.plan.advice import _changes, mends
 from finetune.plan.answers import flags_of
 from finetune.plan.job import DEEPSPEED, Job
 from finetune.plan.machine import find_machine
@@ -55,3 +55,14 @@ def test_an_evaluation_batch_that_fits_is_kept() -> None:
     assert len(found.fitting) > 8
     assert {one.plan.job.eval_batch for one in found.fitting} == {16}
     assert not any("evaluation batch" in one.words for one in found.fitting)
+
+
+def test_a_change_to_nvme_names_a_folder_unless_the_run_has_one() -> None:
+    job = Job(GPT2, micro_batch=4, tokens=512, precision="bf16", engine=DEEPSPEED)
+    for has_one in (False, True):
+        changes = (one for kind in _changes(laid_out(job, "zero3_nvme") if has_one else job) for one in kind)
+        proposed = [
+            words for words, changed in changes if changed.zero.offload_param == "nvme" and "zero3_nvme" in words
+        ]
+        assert proposed
+        assert all(("--nvme_path FOLDER" in words) != has_one for words in proposed)
