@@ -6,7 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -26,7 +26,7 @@ from finetune.data.tokenizer import Tokenized, cut_to, identity, prepare_tokens,
 from finetune.run.flags.text import PreparationArguments
 from finetune.run.launch import Launch
 
-FORMAT = 13  # raise it when what is cached changes
+FORMAT = 14  # raise it when what is cached changes
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Account:
     max_seq_length: int
     stream: Survey | None = None  # if the training rows are streamed
     notes: tuple[str, ...] = ()  # remarks about how the data was read
+    counts: dict[str, dict[str, int]] = field(default_factory=dict)  # by split, the sums of the columns `Kind.counted`
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ Rows: TypeAlias = dict[str, list[Any]]  # a batch, by column
 @dataclass(frozen=True)
 class Kind(Generic[Data]):
     """How one kind of text data gets from its files to the cache. `name` is its cache folder; `kept` lists the columns
-    that tokenizing leaves unchanged; `compared` is the column by which rows with the same text are found."""
+    that tokenizing leaves unchanged, and `counted` those that it makes only for their sums, on which `remarks` are
+    made; `compared` is the column by which rows with the same text are found."""
 
     name: str
     read: Callable[[Any], tuple[Table, str]]
@@ -103,6 +105,8 @@ class Kind(Generic[Data]):
     data: Callable[..., Data]
     count: Callable[[Table, Labels], dict[str, int]] = lambda tables, labels: {}
     kept: tuple[str, ...] = ()
+    counted: tuple[str, ...] = ()
+    remarks: Callable[[Account], list[str]] = lambda account: []
     train: Callable[[Iterator[str], int, int], Any] = train_wordpiece  # used when no tokenizer is given
     compared: str = "input_ids"
 
@@ -176,7 +180,8 @@ class _Preparation:
             tokenizer = kind.train(texts, self.vocab_size, self.max_seq_length)
         workers = preparation.preprocessing_num_workers or os.cpu_count()
         encode = partial(kind.encode, tokenizer, clean.columns, self.max_seq_length)
-        tokenized, truncated = tokenize_tables(clean.splits, encode, kind.kept, workers)
+        tokenized, sums = tokenize_tables(clean.splits, encode, kind.kept, workers, kind.counted)
+        truncated = {split: counts.pop("truncated") for split, counts in sums.items()}
         counts = found.label_counts if found else kind.count(tokenized, clean.labels)
         rows = {split: len(table) for split, table in tokenized.items()}
         skipped = clean.skipped
@@ -184,7 +189,10 @@ class _Preparation:
             rows, skipped = {"train": found.rows, **rows}, {"train": found.skipped, **skipped}
         twice = notes_of_trained(tokenized, kind.compared)
         notes = (*encoding_notes(arguments, SPLITS), *(found.notes if found else ()), *clean.notes, *twice)
-        account = Account(source, clean.columns, rows, skipped, truncated, counts, self.max_seq_length, found, notes)
+        account = Account(
+            source, clean.columns, rows, skipped, truncated, counts, self.max_seq_length, found, notes, sums
+        )
+        account = replace(account, notes=(*notes, *kind.remarks(account)))
         save(folder, tokenized, clean.labels, account, tokenizer)
 
 
@@ -202,15 +210,16 @@ def _label_counts(tables: Table, labels: Labels) -> dict[str, int]:
 
 
 def tokenize_tables(
-    tables: Table, encode: Any, kept: Sequence[str], workers: int | None
-) -> tuple[Table, dict[str, int]]:
+    tables: Table, encode: Any, kept: Sequence[str], workers: int | None, counted: Sequence[str] = ()
+) -> tuple[Table, dict[str, dict[str, int]]]:
     """Columns `input_ids` (and `token_type_ids` if the model uses them), `labels` and `length` in tokens, and `kept`.
 
-    Also returns how many rows of each split were cut to `max_seq_length`. Validation rows are sorted by length, because
-    it saves padding and metrics do not depend on order.
+    Also returns, for each split, how many rows were cut to `max_seq_length` (`truncated`) and the sums of the columns
+    `counted` that it has. Validation rows are sorted by length, because it saves padding and metrics do not depend on
+    order.
     """
     tokenized: Table = {}
-    truncated: dict[str, int] = {}
+    sums: dict[str, dict[str, int]] = {}
     for split, table in tables.items():
         table = table.map(
             encode,
@@ -219,14 +228,15 @@ def tokenize_tables(
             remove_columns=[name for name in table.column_names if name not in kept],
             desc=f"tokenizing {split}",
         )
-        truncated[split] = int(np.sum(table["truncated"]))
-        table = table.remove_columns("truncated")
+        summed = [name for name in ("truncated", *counted) if name in table.column_names]
+        sums[split] = {name: int(np.sum(table[name])) for name in summed}
+        table = table.remove_columns(summed)
         if "label" in table.column_names:
             table = table.rename_column("label", "labels")
         if split == "validation":
             table = table.select(np.argsort(-np.asarray(table["length"]), kind="stable")).flatten_indices()
         tokenized[split] = table
-    return tokenized, truncated
+    return tokenized, sums
 
 
 def _encode(tokenizer: Any, columns: Columns, max_length: int, rows: Rows) -> dict[str, list[Any]]:

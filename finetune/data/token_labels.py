@@ -1,4 +1,4 @@
-"""Sentences with tagged words, from CoNLL text or tables with `tokens` and `tags`, and alignment of tags with tokens.
+"""Sentences with tagged words, from CoNLL text or tables with `tokens` and `tags`.
 
 Tags in any scheme (IOB1, BIO, BILOU or BIOES, or plain types) are converted to BIO, which `pipeline` groups into
 entities.
@@ -15,8 +15,8 @@ from typing import Any
 from datasets import ClassLabel, Dataset, Features, List, Value
 
 from finetune.data.charset import UTF8, as_utf8
-from finetune.data.classification import ClassificationData, Kind, Rows
-from finetune.data.columns import IGNORED, LINE, TOKENS, Columns, Labels, names_of_ids
+from finetune.data.classification import ClassificationData, Kind
+from finetune.data.columns import LINE, TOKENS, Columns, Labels, names_of_ids
 from finetune.data.files import open_file
 from finetune.data.find_columns import find_token_columns
 from finetune.data.list_text import lists_of_text, note_of_lists
@@ -35,11 +35,11 @@ from finetune.data.tag_schemes import (
     to_bio,
 )
 from finetune.data.tokenizer import train_wordpiece
+from finetune.data.word_tokens import COUNTED, ENTITY, WORDS, encode_words, numbered_entities, remarks_on_words
 from finetune.errors import RequestError, plain
 from finetune.run.flags.text import PreparationArguments, TokenDataArguments
 from finetune.safe_read.files import open_plain
 
-WORDS = "words"  # the words of a test row, for its prediction
 SHOWN, SHOWN_CHARACTERS = 5, 40
 
 
@@ -108,6 +108,7 @@ def clean_sentences(
     for split, rows in bio.items():
         ids = _ids(rows, labels, said_split(arguments, split))
         cleaned[split] = cleaned[split].remove_columns("tags").add_column("label", ids)
+        cleaned[split] = cleaned[split].add_column(ENTITY, [numbered_entities(row) for row in rows])
     notes = [*(note_of_lists(tables[first], name) for name in (*columns.text, str(columns.label))), spelt, note]
     kinds = Counter(tag[2:] for row in bio.get("train", ()) for tag in row if tag != OUTSIDE)
     notes.append(note_of_slips(kinds, "entities"))
@@ -211,48 +212,6 @@ def _ids(rows: Sequence[Sequence[str]], labels: Labels, said: str) -> list[list[
     return [[labels.ids[tag] for tag in row] for row in rows]
 
 
-def encode_words(tokenizer: Any, columns: Columns, max_length: int, rows: Rows) -> dict[str, list[Any]]:
-    """Tokenizes words joined by spaces, as the tokenizer sees them in `pipeline`, whether or not spaces belong to its
-    tokens. A word's label goes to its first token. For test rows `first` gives that token's position, or -1 for a word
-    that was cut off or has no token."""
-    texts = [" ".join(words) for words in rows["tokens"]]
-    found = tokenizer(
-        texts, truncation=True, max_length=max_length, return_attention_mask=False, return_offsets_mapping=True
-    )
-    offsets = found.pop("offset_mapping")
-    firsts = [
-        _first_tokens(words, text, spans) for words, text, spans in zip(rows["tokens"], texts, offsets, strict=True)
-    ]
-    lengths = [len(ids) for ids in found["input_ids"]]
-    encoded = {**found, "length": lengths, "truncated": [-1 in first for first in firsts]}
-    if "label" in rows:
-        encoded["labels"] = [
-            _labels_of_tokens(ids, first, length)
-            for ids, first, length in zip(rows["label"], firsts, lengths, strict=True)
-        ]
-    return {**encoded, "first": firsts} if WORDS in rows else encoded
-
-
-def _first_tokens(words: Sequence[str], text: str, spans: Sequence[tuple[int, int]]) -> list[int]:
-    """For each word its first token, by the tokens' character spans without leading spaces; -1 if it has none."""
-    word_at = [i for i, word in enumerate(words) for _ in range(len(word) + 1)]
-    first = [-1] * len(words)
-    for place, (start, end) in enumerate(spans):
-        while start < end and text[start].isspace():
-            start += 1
-        if start < end and first[word_at[start]] < 0:
-            first[word_at[start]] = place
-    return first
-
-
-def _labels_of_tokens(ids: Sequence[int], first: Sequence[int], length: int) -> list[int]:
-    labels = [IGNORED] * length
-    for label, place in zip(ids, first, strict=True):
-        if place >= 0:
-            labels[place] = label
-    return labels
-
-
 def _tag_counts(tables: Table, labels: Labels) -> dict[str, int]:
     """The number of training words with each tag."""
     counts = Counter(i for row in (tables["train"]["labels"][:] if "train" in tables else ()) for i in row)
@@ -267,6 +226,8 @@ SENTENCES = Kind(
     texts=lambda clean: (" ".join(words) for words in clean.splits["train"]["tokens"]),
     count=_tag_counts,
     kept=(ROW, WORDS),
+    counted=COUNTED,
+    remarks=remarks_on_words,
     data=ClassificationData,
     train=partial(train_wordpiece, lowercase=False),  # capital letters mark names
 )

@@ -15,7 +15,7 @@ from seqeval.metrics.sequence_labeling import get_entities
 from finetune.data.columns import TOKENS, Labels
 from finetune.data.tables import ROW
 from finetune.data.tag_schemes import OUTSIDE
-from finetune.data.token_labels import WORDS
+from finetune.data.word_tokens import WORDS
 from finetune.training.merging import merged, use_of
 from finetune.training.metrics import TaskMetrics
 from finetune.training.model_card import Card, write_card
@@ -84,7 +84,7 @@ def entities(tags: Sequence[str], scores: Sequence[float], words: Sequence[str])
 
 def write_spans(path: Path, test: Any, labels: Labels, predicted: Any) -> None:
     """Write one line of JSON per sentence of the `test` split, in input order: its number in the file, words, tags,
-    entities, and the true tags where known. Words that were truncated are tagged O."""
+    entities, and the true tags where known. Words that were truncated or have no token are tagged O."""
     ids, scores = predicted.predictions[..., 0].astype(np.int64), predicted.predictions[..., 1]
     lines = []
     for i, (row, words, first) in enumerate(zip(test[ROW][:], test[WORDS][:], test["first"][:], strict=True)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from datasets import ClassLabel, Dataset, Features, List, Value
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from finetune.data.classification import Account
 from finetune.data.columns import IGNORED, TOKENS, Columns, Labels
 from finetune.data.python_names import name_rows
 from finetune.data.tables import CleanTables
-from finetune.data.token_labels import clean_sentences, encode_words, load_sentences
+from finetune.data.token_labels import clean_sentences, load_sentences
 from finetune.data.tokenizer import train_wordpiece
+from finetune.data.word_tokens import ENTITY, encode_words, not_scored, numbered_entities, remarks_on_words
 from finetune.errors import RequestError
 from finetune.run.flags.text import PreparationArguments, TokenDataArguments
 
@@ -227,7 +230,7 @@ def test_the_first_token_of_each_word_has_its_label_whatever_the_tokenizer(name:
     tokenizer = TOKENIZERS[name]()
     encode = partial(encode_words, tokenizer, Columns(("tokens",), "tags"), 64)
     labels = [list(range(1, len(row) + 1)) for row in WORDS]  # of each word its number
-    found = encode({"tokens": WORDS, "label": labels, "words": WORDS})
+    found = encode({"tokens": WORDS, "label": labels, ENTITY: labels, "words": WORDS})
     for words, ids, marks, first in zip(WORDS, found["input_ids"], found["labels"], found["first"], strict=True):
         places = [place for place, mark in enumerate(marks) if mark != IGNORED]
         assert places == first
@@ -236,12 +239,55 @@ def test_the_first_token_of_each_word_has_its_label_whatever_the_tokenizer(name:
             assert tokenizer.decode(ids[start:end], skip_special_tokens=True).replace(" ", "").lower() == word.lower()
 
 
+def encoded(words: list[list[str]], tags: list[list[str]], most: int) -> dict[str, list[Any]]:
+    numbers = [numbered_entities(row) for row in tags]
+    rows = {"tokens": words, "label": [[1] * len(row) for row in words], ENTITY: numbers, "words": words}
+    return encode_words(TOKENIZERS["WordPiece"](), Columns(("tokens",), "tags"), most, rows)
+
+
 def test_words_beyond_the_models_length_are_counted_and_not_judged() -> None:
-    encode = partial(encode_words, TOKENIZERS["WordPiece"](), Columns(("tokens",), "tags"), 6)
-    found = encode({"tokens": [["a"] * 3, ["a"] * 9], "label": [[1] * 3, [1] * 9], "words": [["a"] * 3, ["a"] * 9]})
+    tags = [["B-x", "I-x", "O"], ["B-x", "O", "O", "B-y", "I-y", "B-y", "O", "B-x", "I-x"]]
+    found = encoded([["a"] * 3, ["a"] * 9], tags, 6)
     assert found["truncated"] == [False, True]
     assert [len(ids) for ids in found["input_ids"]] == [5, 6]
     assert found["first"][1] == [1, 2, 3, 4] + [-1] * 5
+    assert found["words_without_token"] == [0, 0]
+    assert (found["words_not_scored"], found["entities"]) == ([0, 5], [1, 4])
+    assert found["entities_not_scored"] == [0, 2], "the first word of I-y is scored"
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_word_that_the_tokenizer_drops_is_told_from_one_that_is_cut_off(side: str) -> None:
+    words = ["Ada", "\u200b", "Paris", "\u2060", "lives", "\u200d"]
+    tokenizer = train_wordpiece([" ".join(row) for row in WORDS], 60, 64, lowercase=False)
+    tokenizer.truncation_side = side
+    rows = {"tokens": [words] * 2, "label": [[1] * 6] * 2, ENTITY: [[0, 0, 1, 1, 0, 2]] * 2}
+    whole, cut = (encode_words(tokenizer, Columns(("tokens",), "tags"), most, rows) for most in (64, 6))
+    assert (whole["truncated"], cut["truncated"]) == ([False] * 2, [True] * 2)
+    assert whole["words_without_token"] == cut["words_without_token"] == [3, 3]
+    assert whole["entities_not_scored"] == [1, 1]
+    assert whole["words_not_scored"] == [3, 3]
+    assert cut["words_not_scored"][0] > 3
+
+
+def test_what_no_figure_counts_is_said_by_its_split_and_cause() -> None:
+    counts = {
+        "train": {"words_without_token": 2, "entities": 9, "words_not_scored": 5, "entities_not_scored": 1},
+        "validation": {"words_without_token": 1, "entities": 1200, "words_not_scored": 3, "entities_not_scored": 2},
+        "test": {"words_without_token": 0, "entities": 5, "words_not_scored": 0, "entities_not_scored": 0},
+    }
+    truncated = {"train": 1, "validation": 1, "test": 0}
+    account = Account("x", Columns(("tokens",), "tags"), {}, {}, truncated, {}, 32, counts=counts)
+    assert remarks_on_words(account) == [
+        "the tokenizer drops 3 words: without a token, they are not learned or scored",
+        "2 of 1,200 validation entities are beyond 32 tokens (--max_seq_length) or without a token, and not scored",
+    ]
+    assert not_scored(account) == {
+        "train": {"words_not_scored": 5, "entities_not_scored": 1},
+        "validation": {"words_not_scored": 3, "entities_not_scored": 2},
+        "test": {},
+    }
+    assert remarks_on_words(replace(account, counts={"test": {"words_without_token": 0}})) == []
 
 
 def test_names_in_the_standard_library_are_labelled_alike_each_time_and_held_out_whole() -> None:
