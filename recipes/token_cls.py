@@ -18,6 +18,7 @@ def main(run):
     # Heavy imports come after the command line is parsed, so that --help and mistakes cost no time.
     from finetune.data.classification import prepare
     from finetune.data.token_labels import SENTENCES
+    from finetune.data.word_tokens import not_scored
     from finetune.training.chapters import finish, trainer_of
     from finetune.training.classifiers import text_classifier, text_source
     from finetune.training.entities import kept_of_tokens, write_entity_report
@@ -57,6 +58,7 @@ def main(run):
         session,
         trainer,
         samples=data.account.rows,
+        counts=not_scored(data.account),
         predict=lambda: trainer.predict_in_input_order(data.splits["test"]),
         report=lambda done: write_entity_report(session, data, source, metrics, done.evaluated, done.predicted),
     )

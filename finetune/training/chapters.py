@@ -188,16 +188,19 @@ def finish(
     trainer: FinetuneTrainer | PipelineTrainer,
     *,
     samples: Mapping[str, int] | None = None,
+    counts: Mapping[str, Mapping[str, int]] | None = None,
     report: Callable[[Outcome], Iterable[str]] | None = None,
     settle: Callable[[PredictionOutput], PredictionOutput] | None = None,
     predict: Callable[[], PredictionOutput] | None = None,
 ) -> None:
     """Train, save the model where `from_pretrained` looks for it, evaluate, predict, report and push, as the flags ask.
 
-    `samples` are the numbers of rows of each split, for the record. `settle` receives the last evaluation and may
-    replace its metrics. `report` writes predictions, pictures and the model card on rank 0 and returns lines to print.
+    `samples` are the numbers of rows of each split, for the record, and `counts` others of a split, by name. `settle`
+    receives the last evaluation and may replace its metrics. `report` writes predictions, pictures and the model card
+    on rank 0 and returns lines to print.
     """
     training, folder, speaks, samples = session.training, session.folder, session.launch.speaks, samples or {}
+    counts = counts or {}
     with explained_disk_errors(folder, session.launch):
         if speaks:
             open_output_dir(session.run)
@@ -212,11 +215,12 @@ def finish(
                 evaluated = logged = trainer.evaluated_at_end()
                 if settle and (evaluated := settle(logged)) is not logged:
                     trainer.log(evaluated.metrics)
-                metrics = {**evaluated.metrics, **_count(samples, "validation", "eval_samples")}
-                trainer.save_metrics("eval", metrics)
+                more = _prefixed(counts.get("validation", {}), "eval") | _count(samples, "validation", "eval_samples")
+                trainer.save_metrics("eval", {**evaluated.metrics, **more})
             if training.do_predict and predict is not None:
                 predicted = predict()
-                trainer.save_metrics("predict", {**predicted.metrics, **_count(samples, "test", "predict_samples")})
+                more = _prefixed(counts.get("test", {}), "predict") | _count(samples, "test", "predict_samples")
+                trainer.save_metrics("predict", {**predicted.metrics, **more})
         if speaks:
             write_ds_config(folder, trainer)
             session.say(*(report(Outcome(trained, evaluated, predicted)) if report else ()))
@@ -260,3 +264,7 @@ def _train(session: Session, trainer: FinetuneTrainer | PipelineTrainer, samples
 
 def _count(samples: Mapping[str, int], split: str, name: str) -> dict[str, int]:
     return {name: samples[split]} if split in samples else {}
+
+
+def _prefixed(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
+    return {f"{prefix}_{name}": count for name, count in counts.items()}

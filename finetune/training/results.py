@@ -33,8 +33,8 @@ from finetune.training.thresholds import given_labels, label_table
 
 SHOWN_AT_THE_END = (
     "eval_accuracy", "eval_f1", "eval_f1_macro", "eval_f1_micro", "eval_pearson", "eval_loss", "eval_bits_per_byte",
-    "eval_preference_accuracy", "eval_recall_at_10", "eval_spearman", "predict_accuracy", "predict_f1",
-    "predict_pearson", "real_tokens_per_second",
+    "eval_preference_accuracy", "eval_recall_at_10", "eval_spearman", "eval_entities_not_scored", "predict_accuracy",
+    "predict_f1", "predict_pearson", "predict_entities_not_scored", "real_tokens_per_second",
 )  # fmt: skip
 SHOWN_LABELS = 50
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # noqa: RUF001  (full-width forms)
@@ -267,5 +267,8 @@ def refuse_divergence(folder: Path) -> None:
 def closing_line(folder: Path) -> str:
     """The last line of a run: its folder and its main metrics."""
     results = results_of(folder)
-    shown = ", ".join(f"{name} {results[name]:.4g}" for name in SHOWN_AT_THE_END if name in results)
+    found = {name: results[name] for name in SHOWN_AT_THE_END if name in results}
+    shown = ", ".join(
+        f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.4g}" for name, value in found.items()
+    )
     return f"done: {folder} ({shown})" if shown else f"done: {folder}"

@@ -13,6 +13,7 @@ from conftest import NOT_JUDGED, TINY, Finished, launch
 
 RECIPE = "recipes/token_cls.py"
 NAMES = {"PER": ["Ada", "Alan", "Grace"], "LOC": ["Paris", "Rome", "Oslo"]}
+TAG = {"Ada": "B-PER", "Paris": "B-LOC"}
 OWN = {**TINY, "max_steps": 50, "max_train_samples": 300, "learning_rate": 3e-3, "max_seq_length": 40}
 
 
@@ -87,6 +88,25 @@ def test_a_test_file_may_lack_the_tags(one_rank: Finished, tmp_path: Path) -> No
     rows = [json.loads(line) for line in (said.folder / "predictions.jsonl").read_text().splitlines()]
     assert [row["tokens"] for row in rows] == words
     assert all("labels" not in row and len(row["tags"]) == len(row["tokens"]) for row in rows)
+
+
+def test_what_f1_leaves_out_is_counted_beside_it_and_a_dropped_word_is_no_cut(
+    one_rank: Finished, tmp_path: Path
+) -> None:
+    rows = ["met Ada", "in Paris"] * 5, ["met Ada", "\u200b in Paris"]  # the first has more than 8 tokens
+    text = "\n\n".join("\n".join(f"{word} {TAG.get(word, 'O')}" for word in " ".join(row).split(" ")) for row in rows)
+    (tmp_path / "test.conll").write_text(text)
+    flags = {"model_name_or_path": one_rank.folder, "test_file": tmp_path / "test.conll", "do_predict": True}
+    said = run("python", tmp_path / "run", {**flags, "do_train": False, "max_seq_length": 8, **NOT_JUDGED})
+    results = said.json("predict_results.json")
+    # Of the first row's 20 words 6 are kept beside [CLS] and [SEP], which are 3 of its 10 entities.
+    assert results["predict_entities_not_scored"] == 7
+    assert results["predict_words_not_scored"] == 15
+    assert "predict_entities_not_scored 7" in said.output
+    card = (said.folder / "README.md").read_text()
+    for words in ("1 rows cut to 8 tokens", "he tokenizer drops 1 words", "7 of 12 test entities are beyond 8 tokens"):
+        assert words in said.output
+        assert words in card or "rows cut" in words
 
 
 @pytest.mark.parametrize(("launcher", "config"), WAYS)
