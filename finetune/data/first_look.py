@@ -15,6 +15,7 @@ from finetune.data.columns import LINE, of_chats_alone
 from finetune.data.files import KINDS, TEXT_FILES, csv_options
 from finetune.data.find_columns import HEAD_ROWS, TRANSLATION, find_columns, find_pair, find_token_columns
 from finetune.data.formats import find_format
+from finetune.data.tag_ids import check_tag_names, tags_of_ids
 from finetune.data.tag_schemes import PARSED, SHOWN, find_scheme, not_named, read_conll, refuse_untagged, spelt_alike
 from finetune.errors import RequestError
 from finetune.run.flags.language import CorpusArguments
@@ -75,8 +76,13 @@ def _look_at_tags(rows: Rows, run: Any, name: str) -> None:
     said = f"--train_file {name}"
     if list(rows[0]) == ["tokens", LINE]:
         refuse_untagged([word for row in rows[:SHOWN] for word in row["tokens"]], said)
-    column = str(find_token_columns(list(rows[0]), run[TokenDataArguments], said, True).label)
+    arguments = run[TokenDataArguments]
+    names = arguments.tag_names
+    check_tag_names(names or ())
+    column = str(find_token_columns(list(rows[0]), arguments, said, True).label)
     tags = [row[column] for row in rows if isinstance(row[column], list)]
+    if names and not name.lower().endswith(".parquet"):
+        tags = [row for row in tags_of_ids(tags, names, said, column) if row]
     kinds = {type(tag) for row in tags for tag in row}
     if kinds == {int} and not name.lower().endswith(".parquet"):  # Parquet may store names for ids
         raise not_named(said, column, "names of tags", f", but numbers such as {tags[0]}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from datasets import ClassLabel, Dataset, Features, List, Value
 
 from finetune.data.charset import UTF8, as_utf8
 from finetune.data.classification import ClassificationData, Kind
-from finetune.data.columns import LINE, TOKENS, Columns, Labels, names_of_ids
+from finetune.data.columns import LINE, TOKENS, Columns, Labels, listed, names_of_ids
 from finetune.data.files import open_file
 from finetune.data.find_columns import find_token_columns
 from finetune.data.list_text import lists_of_text, note_of_lists
@@ -24,6 +25,7 @@ from finetune.data.odd_labels import note_of_slips
 from finetune.data.python_names import name_rows
 from finetune.data.splits import HeldOut, hold_out_by, open_splits, said_split
 from finetune.data.tables import ROW, CleanTables, Table, settle_splits
+from finetune.data.tag_ids import check_tag_names, note_of_unused, tags_of_ids
 from finetune.data.tag_schemes import (
     OUTSIDE,
     PARSED,
@@ -91,15 +93,19 @@ def clean_sentences(
             "there is no training data to learn the tags from. Give --train_file. To evaluate or predict only, give "
             "--do_train False and --model_name_or_path with a trained model."
         )
+    check_tag_names(arguments.tag_names or ())
     first = "train" if "train" in tables else next(iter(tables))
     if tables[first].column_names == ["tokens", LINE] and first != "test":
         refuse_untagged([word for row in tables[first]["tokens"][:SHOWN] for word in row], said_split(arguments, first))
+    notes = list[str]()
     columns = find_token_columns(tables[first].column_names, arguments, said_split(arguments, first), first != "test")
     cleaned, skipped = {}, {}
     for split, table in tables.items():
         cleaned[split], skipped[split] = _without_bad_rows(table, columns, split, arguments, cut.skip_bad_rows)
     tags = {split: table["tags"][:] for split, table in cleaned.items() if "tags" in table.column_names}
     said = " and ".join(said_split(arguments, split) for split in tags)
+    if arguments.tag_names:
+        notes.append(note_of_unused(arguments.tag_names, chain(*tags.values())))
     every, spelt = spelt_alike([row for rows in tags.values() for row in rows], said)
     scheme, note = find_scheme(every, said)
     found = iter(every)
@@ -109,7 +115,7 @@ def clean_sentences(
         ids = _ids(rows, labels, said_split(arguments, split))
         cleaned[split] = cleaned[split].remove_columns("tags").add_column("label", ids)
         cleaned[split] = cleaned[split].add_column(ENTITY, [numbered_entities(row) for row in rows])
-    notes = [*(note_of_lists(tables[first], name) for name in (*columns.text, str(columns.label))), spelt, note]
+    notes += [*(note_of_lists(tables[first], name) for name in (*columns.text, str(columns.label))), spelt, note]
     kinds = Counter(tag[2:] for row in bio.get("train", ()) for tag in row if tag != OUTSIDE)
     notes.append(note_of_slips(kinds, "entities"))
 
@@ -139,7 +145,7 @@ def _without_bad_rows(
             f"{said}: {columns.text[0]!r} holds no lists of words{_such_as(words)}. Give one list per row, or CoNLL "
             "text: a word and its tag per line. Whole texts are for recipes/seq_cls.py."
         )
-    tags = _named(table, str(columns.label), split, said) if columns.label in table.column_names else None
+    tags = _named(table, columns, split, arguments) if columns.label in table.column_names else None
     if split == "test" and tags is not None and not any(tags):
         tags = None
     if tags is None and split != "test":
@@ -180,10 +186,16 @@ def _such_as(rows: Sequence[Any]) -> str:
     return "" if first is None else f", but {plain(str(first)[:SHOWN_CHARACTERS])}"
 
 
-def _named(table: Dataset, label: str, split: str, said: str) -> list[list[str] | None]:
+def _named(table: Dataset, columns: Columns, split: str, arguments: TokenDataArguments) -> Sequence[list[str] | None]:
+    label, said, names = str(columns.label), said_split(arguments, split), arguments.tag_names
     inside, rows = getattr(table.features[label], "feature", None), table[label][:]
     if isinstance(inside, ClassLabel):
+        if names and names != inside.names:
+            own = listed(inside.names)
+            raise RequestError(f"{said}: {label!r} names its ids itself ({own}), and not as --tag_names does. Drop it.")
         return [names_of_ids(row, inside.names, f"{split} data, row {i + 1}") for i, row in enumerate(rows)]
+    if names and inside is not None:
+        return tags_of_ids(rows, names, said, label)
     if _holds_texts(table, label):
         return [row and [(tag or "").strip() for tag in row] for row in rows]
     if not any(rows):

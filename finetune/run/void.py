@@ -155,7 +155,7 @@ VOID = (
 OTHER_DATA = ("dataset_name", *FILES[1:])
 COLUMNS = (
     *("text_column_name", "text_column_names", "tokens_column_name"),
-    *("label_column_name", "label_column_names", "tags_column_name"),
+    *("label_column_name", "label_column_names", "tags_column_name", "tag_names"),
     *("source_column_name", "target_column_name", "column_mapping"),
 )
 # Only for a run that is to start here: for another, the data may be named later.

@@ -80,6 +80,54 @@ def test_ids_of_a_data_set_that_names_them_are_read_by_name() -> None:
     assert [[NAMES[i] for i in row] for row in found.splits["train"]["label"][:]] == TAGS
 
 
+ORDER = ["O", "B-PER", "I-PER", "B-LOC"]  # of the ids
+IDS = [[ORDER.index(tag) for tag in row] for row in TAGS]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        pytest.param(IDS, id="whole numbers"),
+        pytest.param([[float(i) for i in row] for row in IDS], id="floats"),
+        pytest.param([[str(i) for i in row] for row in IDS], id="texts, as of CoNLL files"),
+        pytest.param([str(row) for row in IDS], id="lists as text, as of csv files"),
+    ],
+)
+def test_whole_numbers_are_tags_where_tag_names_names_them(ids: Any) -> None:
+    found = clean({"train": table(tags=ids), "validation": table(tags=ids)}, tag_names=ORDER)
+    for split in ("train", "validation"):
+        assert [[NAMES[i] for i in row] for row in found.splits[split]["label"][:]] == TAGS
+    assert not [note for note in found.notes if "--tag_names" in note]
+    found = clean({"train": table(tags=ids)}, tag_names=[*ORDER, "I-LOC"])
+    assert [note for note in found.notes if "--tag_names" in note] == ["no word has I-LOC of --tag_names"]
+
+
+@pytest.mark.parametrize(
+    ("tags", "names", "said"),
+    [
+        pytest.param(IDS, ORDER[:3], r"row 1 of 'tags' has the tag 3, but --tag_names names .* 0 to 2", id="too few"),
+        pytest.param([[-2] * 5, [0, 0], [0, 0]], ORDER, "has the tag -2, but", id="less than none"),
+        pytest.param([[-100] * 5, [0, 0], [0, 0]], ORDER, "has the tag -100, but", id="ignored tokens"),
+        pytest.param([[0.5] * 5, [0, 0], [0, 0]], ORDER, "has the tag '0.5', but --tag_names is for whole", id="half"),
+        pytest.param(TAGS, ORDER, "has the tag 'B-PER', but --tag_names is for whole numbers. Drop it", id="names"),
+        pytest.param(IDS, ["O", "B-PER", "O"], "has O twice", id="twice"),
+        pytest.param(IDS, ["0", "1", "2", "3"], "'0' is no name", id="numbers"),
+        pytest.param([[-1] * 5, [0, 1], [1, 0]], ORDER, "has 1 of 3 sentences", id="a hidden one"),
+    ],
+)
+def test_wrong_tag_names_and_wrong_numbers_are_refused(tags: Any, names: list[str], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        clean({"train": table(tags=tags), "validation": table(tags=tags)}, tag_names=names)
+
+
+def test_names_that_the_data_set_gives_its_ids_are_not_changed() -> None:
+    features = Features({"tokens": List(Value("string")), "tags": List(ClassLabel(names=ORDER))})
+    given = {"train": Dataset.from_dict({"tokens": WORDS, "tags": IDS}, features)}
+    assert clean(given, tag_names=ORDER).labels.names == NAMES
+    with pytest.raises(RequestError, match=r"'tags' names its ids itself .*and not as --tag_names does"):
+        clean(given, tag_names=[*ORDER[1:], "O"])
+
+
 def test_a_trained_models_tags_keep_their_ids() -> None:
     trained = Labels(TOKENS, ("B-PER", "I-PER", "O", "B-LOC", "I-LOC", "B-ORG"))
     assert clean({"train": table(), "validation": table()}, trained).labels == trained

@@ -94,6 +94,9 @@ class TokenDataArguments(SequenceArguments):
 
     tokens_column_name: str | None = flag(None, "column of the lists of words; default: tokens or words", ROWS)
     tags_column_name: str | None = flag(None, "column of the lists of tags; default: tags or ner_tags", ROWS)
+    tag_names: list[str] | None = flag(
+        None, "names of tags that are whole numbers, in their order from 0, e.g. O B-PER I-PER", ROWS
+    )
 
 
 @dataclass
