@@ -139,9 +139,15 @@ def find_token_columns(names: Sequence[str], arguments: TokenDataArguments, said
         if (found is None and needed) or (found is not None and found not in there):
             is_text = flag == "tokens_column_name" and {*TEXT_NAMES, *SURE_LABEL_NAMES} & {one.lower() for one in there}
             other = " Texts with a label each are for recipes/seq_cls.py." if is_text else ""
+            mend = f"Name it with --{flag}."
+            if found is None and flag == "tokens_column_name" and {"word", "token"} & {one.lower() for one in there}:
+                mend = (
+                    "If each row is one word, it needs a column that numbers the sentences, called sentence_id; or "
+                    "give CoNLL text, with a word and its tag per line and a blank line after each sentence. If each "
+                    f"row has a list of words, name their column with --{flag}."
+                )
             raise RequestError(
-                f"{said}: has no column {found or ' or '.join(names)!r}; it has {', '.join(there)}. Name it with "
-                f"--{flag}.{other}"
+                f"{said}: has no column {found or ' or '.join(names)!r}; it has {', '.join(there)}. {mend}{other}"
             )
         return found
 

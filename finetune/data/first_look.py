@@ -17,6 +17,7 @@ from finetune.data.find_columns import HEAD_ROWS, TRANSLATION, find_columns, fin
 from finetune.data.formats import find_format
 from finetune.data.tag_ids import check_tag_names, tags_of_ids
 from finetune.data.tag_schemes import PARSED, SHOWN, find_scheme, not_named, read_conll, refuse_untagged, spelt_alike
+from finetune.data.word_rows import find_word_columns
 from finetune.errors import RequestError
 from finetune.run.flags.language import CorpusArguments
 from finetune.run.flags.text import DataArguments, TokenDataArguments
@@ -79,6 +80,8 @@ def _look_at_tags(rows: Rows, run: Any, name: str) -> None:
     arguments = run[TokenDataArguments]
     names = arguments.tag_names
     check_tag_names(names or ())
+    if find_word_columns(list(rows[0]), arguments):
+        return  # the preparation sees whether it has a row per word
     column = str(find_token_columns(list(rows[0]), arguments, said, True).label)
     tags = [row[column] for row in rows if isinstance(row[column], list)]
     if names and not name.lower().endswith(".parquet"):

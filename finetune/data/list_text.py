@@ -134,13 +134,14 @@ def _first_list(cells: Iterable[object]) -> tuple[str, list[Any]] | None:
     return next(sure, None)
 
 
-def _is_text(table: Dataset, column: str) -> bool:
+def is_text(table: Dataset, column: str) -> bool:
+    """Whether the table has such a column, of texts."""
     return column in table.column_names and table.features[column] in (Value("string"), Value("large_string"))
 
 
 def note_of_lists(table: Dataset, column: str) -> str:
     """A note on a text column that `lists_of_text` turns into lists; empty for any other column."""
-    found = _first_list(table[column][:]) if _is_text(table, column) else None
+    found = _first_list(table[column][:]) if is_text(table, column) else None
     return f"{column} holds lists as text, such as {found[0][:SHOWN_CHARACTERS]!r}; read as lists" if found else ""
 
 
@@ -164,7 +165,7 @@ def note_of_joined(labels: Counter[Any], column: str) -> str:
 def lists_of_text(table: Dataset, column: str, said: str) -> Dataset:
     """The table with its column of list texts turned into lists; unchanged if the texts are not lists. `said` names the
     table in errors. Raises RequestError if only some rows hold lists, or if a list holds more than plain values."""
-    cells = table[column][:] if _is_text(table, column) else []
+    cells = table[column][:] if is_text(table, column) else []
     if not are_lists(cells):
         return table
     lists = [None if is_empty(cell) else list_in_text(cell) for cell in cells]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -20,7 +21,7 @@ from finetune.data.classification import ClassificationData, Kind
 from finetune.data.columns import LINE, TOKENS, Columns, Labels, listed, names_of_ids
 from finetune.data.files import open_file
 from finetune.data.find_columns import find_token_columns
-from finetune.data.list_text import lists_of_text, note_of_lists
+from finetune.data.list_text import are_lists, is_text, lists_of_text, note_of_lists
 from finetune.data.odd_labels import note_of_slips
 from finetune.data.python_names import name_rows
 from finetune.data.splits import HeldOut, hold_out_by, open_splits, said_split
@@ -37,6 +38,7 @@ from finetune.data.tag_schemes import (
     to_bio,
 )
 from finetune.data.tokenizer import train_wordpiece
+from finetune.data.word_rows import are_words, find_word_columns, joined
 from finetune.data.word_tokens import COUNTED, ENTITY, WORDS, encode_words, numbered_entities, remarks_on_words
 from finetune.errors import RequestError, plain
 from finetune.run.flags.text import PreparationArguments, TokenDataArguments
@@ -97,7 +99,7 @@ def clean_sentences(
     first = "train" if "train" in tables else next(iter(tables))
     if tables[first].column_names == ["tokens", LINE] and first != "test":
         refuse_untagged([word for row in tables[first]["tokens"][:SHOWN] for word in row], said_split(arguments, first))
-    notes = list[str]()
+    tables, arguments, notes = _joined(tables, arguments)
     columns = find_token_columns(tables[first].column_names, arguments, said_split(arguments, first), first != "test")
     cleaned, skipped = {}, {}
     for split, table in tables.items():
@@ -131,19 +133,42 @@ def clean_sentences(
     return CleanTables(cleaned, columns, labels, skipped, tuple(filter(None, (*notes, note))))
 
 
+def _joined(tables: Table, arguments: TokenDataArguments) -> tuple[Table, TokenDataArguments, list[str]]:
+    """The tables with a row per sentence; the arguments, which name the columns of a first one that had a row per word;
+    and a note if there were any."""
+    made, notes = Table(), list[str]()
+    for split, table in tables.items():
+        columns = find_word_columns(table.column_names, arguments)
+        cells = table[columns.word][:] if columns and is_text(table, columns.word) else []
+        if columns and are_words(cells) and not are_lists(cells):
+            table = Dataset.from_dict(joined(table.to_dict(), columns.sentence))
+            if not made:  # all splits are read by the columns of the first one
+                tag = columns.tag or arguments.tags_column_name
+                arguments = replace(arguments, tokens_column_name=columns.word, tags_column_name=tag)
+            notes = [f"rows of one word each are joined into sentences by {columns.sentence!r}"]
+        made[split] = table
+    return made, arguments, notes
+
+
 def _without_bad_rows(
     table: Dataset, columns: Columns, split: str, arguments: TokenDataArguments, skip: bool
 ) -> tuple[Dataset, int]:
     """Columns `tokens` and, if labeled, `tags` as names. A row without words, with an empty word or tag, or with a
     different number of tags is refused or left out."""
     said = said_split(arguments, split)
+    if columns.text[0] not in table.column_names:
+        raise RequestError(
+            f"{said}: has no column {columns.text[0]!r}, as the other data has; it has "
+            f"{', '.join(table.column_names)}. Name it alike in all files."
+        )
     for column in filter(None, (columns.text[0], columns.label)):
         table = lists_of_text(table, column, said)
     words = table[columns.text[0]][:]
     if not _holds_texts(table, columns.text[0]):
         raise RequestError(
-            f"{said}: {columns.text[0]!r} holds no lists of words{_such_as(words)}. Give one list per row, or CoNLL "
-            "text: a word and its tag per line. Whole texts are for recipes/seq_cls.py."
+            f"{said}: {columns.text[0]!r} holds no lists of words{_such_as(words)}. Give one list per row, CoNLL text "
+            "(a word and its tag per line), or one word per row beside a column sentence_id. Whole texts are for "
+            "recipes/seq_cls.py."
         )
     tags = _named(table, columns, split, arguments) if columns.label in table.column_names else None
     if split == "test" and tags is not None and not any(tags):

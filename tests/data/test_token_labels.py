@@ -233,6 +233,52 @@ def test_a_file_without_blank_lines_is_told_that_it_is_one_sentence(tmp_path: Pa
         clean_sentences(tables, arguments, PreparationArguments(), 0)
 
 
+def word_rows(path: Path, sentences: list[str]) -> str:
+    """As Kaggle's NER data: a word per row, and a part of speech."""
+    lines = [
+        f"{number},{word},NN,{tag}"
+        for number, words, row in zip(sentences, WORDS, TAGS, strict=True)
+        for number, word, tag in zip([number, *[""] * 9], words, row, strict=False)
+    ]
+    path.write_text("\n".join(["Sentence #,Word,POS,Tag", *lines]) + "\n")
+    return str(path)
+
+
+def read(**flags: Any) -> CleanTables:
+    arguments = TokenDataArguments(**flags)
+    return clean_sentences(load_sentences(arguments)[0], arguments, PreparationArguments(), 0)
+
+
+def test_rows_of_one_word_each_are_joined_into_sentences(tmp_path: Path) -> None:
+    path = word_rows(tmp_path / "train.csv", ["Sentence: 1", "Sentence: 2", "Sentence: 3"])
+    found = read(train_file=path, validation_file=path)
+    train = found.splits["train"]
+    assert train["tokens"][:] == WORDS
+    assert [[NAMES[i] for i in row] for row in train["label"]] == TAGS
+    assert found.columns == Columns(("Word",), "Tag", ("POS",))
+    assert found.notes == ("rows of one word each are joined into sentences by 'Sentence #'",)
+    every = [f"{i},{word},{tag}" for i in range(3) for word, tag in zip(WORDS[i], TAGS[i], strict=True)]
+    (tmp_path / "each.csv").write_text("\n".join(["sent_id,token,label", *every]) + "\n")
+    again = read(train_file=str(tmp_path / "each.csv"), validation_file=str(tmp_path / "each.csv"))
+    assert again.splits["train"].to_dict() == train.to_dict()
+    untagged = [line.rpartition(",")[0] for line in Path(path).read_text().splitlines()]
+    (tmp_path / "test.csv").write_text("\n".join(untagged) + "\n")
+    test = read(train_file=path, validation_file=path, test_file=str(tmp_path / "test.csv")).splits["test"]
+    assert test["words"][:] == WORDS
+    assert "label" not in test.column_names
+    (tmp_path / "a.jsonl").write_text('{"tokens": ["a"], "tags": ["O"]}\n')
+    with pytest.raises(RequestError, match=r"a.jsonl: has no column 'Word', as the other data has; it has tokens"):
+        read(train_file=path, validation_file=str(tmp_path / "a.jsonl"))
+
+
+def test_whole_sentences_beside_their_number_are_no_words() -> None:
+    given = Dataset.from_dict({"sentence_id": ["1", "2"], "tokens": ["a b c", "d e"], "tags": ["O O B-x", "O O"]})
+    with pytest.raises(RequestError, match="'tokens' holds no lists of words, but a b c"):
+        clean({"train": given})
+    lists = given.remove_columns(["tokens", "tags"]).add_column("tokens", ["['a', 'b']", "['c']"])
+    assert clean({"train": lists.add_column("tags", ["['O', 'B-x']", "['O']"])}).splits["train"].num_rows == 1
+
+
 def test_a_sentence_that_occurs_twice_is_held_out_twice_or_not_at_all() -> None:
     rows = [[f"w{i % 20}", "x"] for i in range(60)]
     found = clean({"train": table(rows, [["B-a", "O"]] * 60)})
