@@ -86,9 +86,14 @@ def refuse_bad_rows(where: str, bad: Sequence[int], of: int, what: str, skip: bo
     if len(bad) and not skip:
         shown = ", ".join(str(number + 1) for number in bad[:SHOWN]) + ", ..." * (len(bad) > SHOWN)
         raise RequestError(
-            f"{where} has {len(bad):,} of {of:,} {what} (counted from 1, without a header: {shown}). Fix them, or "
-            f"leave them out with --skip_bad_rows True.{more}"
+            f"{where} has {len(bad):,} of {of:,} {what} (counted from 1, without a header: {shown}). "
+            f"{mend_of_bad(len(bad), of)}{more}"
         )
+
+
+def mend_of_bad(bad: int, of: int) -> str:
+    """What to do about `bad` rows `of` so many: leaving out all of them is no way on."""
+    return "Fix them." if bad == of else "Fix them, or leave them out with --skip_bad_rows True."
 
 
 def said_split(arguments: Any, split: str) -> str:

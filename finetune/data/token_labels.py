@@ -24,7 +24,7 @@ from finetune.data.find_columns import find_token_columns
 from finetune.data.list_text import are_lists, is_text, lists_of_text, note_of_lists
 from finetune.data.odd_labels import note_of_slips
 from finetune.data.python_names import name_rows
-from finetune.data.splits import HeldOut, hold_out_by, open_splits, said_split
+from finetune.data.splits import HeldOut, hold_out_by, mend_of_bad, open_splits, said_split
 from finetune.data.tables import ROW, CleanTables, Table, settle_splits
 from finetune.data.tag_ids import check_tag_names, note_of_unused, tags_of_ids
 from finetune.data.tag_schemes import (
@@ -185,8 +185,7 @@ def _without_bad_rows(
         rows = sorted(set(range(len(words))) - set(good))[:SHOWN]
         raise RequestError(
             f"{said}: has {bad:,} of {len(words):,} sentences without words, with an empty word or tag, or with "
-            f"a different number of tags ({_places(table, rows, arguments, split)}). Fix them, or leave them "
-            "out with --skip_bad_rows True."
+            f"a different number of tags ({_places(table, rows, arguments, split)}). {mend_of_bad(bad, len(words))}"
         )
     if not good:
         raise RequestError(f"{said}: has no sentence with a tag for each word. Check the column names.")

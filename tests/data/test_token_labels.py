@@ -172,7 +172,7 @@ def test_bad_sentences_are_refused(tables: dict[str, Dataset], said: str) -> Non
         ("a.jsonl", '{"tokens": ["a"], "tags": ["O"]}\n\n{"tokens": ["a"], "tags": []}\n', r"has 1 of 2 .*\(line 3\)"),
         ("a.json", '[{"tokens": ["a"], "tags": ["O"]},\n {"tokens": ["a"], "tags": []}, {"tokens": [], "tags": []}]',
          r"has 2 of 3 .*\(counted from 1: 2, 3\)"),
-        ("a.csv", "tokens,tags\n\"['a', 'b']\",\"['O']\"\n", r"has 1 of 1 .* different number"),
+        ("a.csv", "tokens,tags\n\"['a', 'b']\",\"['O']\"\n", r"has 1 of 1 .* different number.* 1\)\. Fix them\.$"),
         ("a.csv", "tokens,tags\na b,O O\n", "holds no lists of words. .*recipes/seq_cls.py"),
         ("a.conll", "Ada\nlives\n", "each line is one word without a tag"),
         ("a.conll", "Ada,B-PER\nlives,O\n", "columns are separated by ','"),
