@@ -17,8 +17,18 @@ from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
 from finetune.data.builtin import by_package
 from finetune.data.classification import ClassificationData, Kind, Rows, prepare
+from finetune.data.column_names import said_mapping
 from finetune.data.columns import Columns, Labels, is_empty, said_data
 from finetune.data.files import open_file
+from finetune.data.row_answers import (
+    ANSWERS,
+    START,
+    answers_of,
+    column_of_answers,
+    fault_of,
+    has_answer,
+    note_of_texts,
+)
 from finetune.data.splits import hold_out_by, open_splits, refuse_bad_rows, renamed, said_split
 from finetune.data.tables import ROW, CleanTables, Table, settle_splits
 from finetune.data.tokenizer import train_wordpiece
@@ -26,7 +36,7 @@ from finetune.errors import RequestError
 from finetune.run.flags.text import PreparationArguments
 from finetune.run.recipes.question_answering import QuestionDataArguments
 
-QUESTION, CONTEXT, ANSWERS, ID = "question", "context", "answers", "id"
+QUESTION, CONTEXT, ID = "question", "context", "id"
 TEXTS, STARTS = "answer_texts", "answer_starts"  # of a cleaned row; starts are in characters
 NULL = "null"  # the position in a window of the token that stands for "no answer"
 FIRST, LAST = "first_characters", "last_characters"  # of a window's tokens; -1 outside the context
@@ -93,16 +103,6 @@ def _flat(table: Dataset) -> Dataset:
     ])  # fmt: skip
 
 
-def _answers(found: Any) -> tuple[list[Any], list[Any]] | None:
-    """Answer texts and starts, from SQuAD's list of objects or the hub's object of lists; None for any other form."""
-    if isinstance(found, list) and all(isinstance(one, Mapping) for one in found):
-        found = {name: [one.get(name) for one in found] for name in ("text", "answer_start")}
-    texts, starts = (found.get("text"), found.get("answer_start")) if isinstance(found, Mapping) else (None, None)
-    if not isinstance(texts, list) or not isinstance(starts, list) or len(texts) != len(starts):
-        return None
-    return texts, starts
-
-
 def clean_questions(
     tables: Table,
     arguments: QuestionDataArguments,
@@ -113,17 +113,16 @@ def clean_questions(
 ) -> CleanTables:
     """Rows of `question`, `context` and, if known, the answers. Raises RequestError."""
     cleaned, skipped = Table(), {}
-    others = tuple[str, ...]()
+    others, located = tuple[str, ...](), ""
     for split, table in renamed(arguments, tables).items():
         said = said_split(arguments, split)
         wanted = (QUESTION, CONTEXT, *(() if split == "test" else (ANSWERS,)))
-        if missing := [name for name in wanted if name not in table.column_names]:
-            raise RequestError(
-                f"{said}: has no column {missing[0]!r}; it has {', '.join(table.column_names)}. Rename one with "
-                f"--column_mapping OLD={missing[0]}."
-            )
-        others = others or tuple(sorted(set(table.column_names).difference(wanted, (ID, ANSWERS))))
-        rows, bad = _checked(table.to_list(), said, split, arguments.version_2_with_negative)
+        _refuse_missing([name for name in wanted if name not in table.column_names], table.column_names, said)
+        given = table.to_list()
+        rows, bad = _checked(given, said, split, arguments.version_2_with_negative)
+        located = located or note_of_texts(given)
+        read = (*wanted, ID, ANSWERS, *((START,) if any(isinstance(row.get(ANSWERS), str) for row in given) else ()))
+        others = others or tuple(sorted(set(table.column_names).difference(read)))
         why = f"rows that are bad: {bad[0][1]}" if bad else ""
         refuse_bad_rows(said, [number for number, _ in bad], len(table), why, cut.skip_bad_rows)
         if not rows:
@@ -133,7 +132,7 @@ def clean_questions(
     cleaned, note = settle_splits(
         cleaned, cut, seed, lambda train: hold_out_by(train[CONTEXT][:], fraction, seed, said, "contexts")
     )
-    notes = [note]
+    notes = [note, located]
     for split, table in cleaned.items():
         if TEXTS in table.column_names and (none := sum(not texts for texts in table[TEXTS])):
             notes.append(f"{none:,} of {len(table):,} {split} questions have no answer")
@@ -142,15 +141,24 @@ def clean_questions(
     return CleanTables(cleaned, columns, SPANS, skipped, tuple(filter(None, notes)))
 
 
+def _refuse_missing(missing: Sequence[str], there: Sequence[str], said: str) -> None:
+    old = column_of_answers(there) if [*missing] == [ANSWERS] else None
+    more = f" Texts without a column {START} are located, if the context has each once." if old else ""
+    if missing:
+        raise RequestError(
+            f"{said}: has no column {missing[0]!r}; it has {', '.join(there)}. Rename one with "
+            f"{said_mapping({old or 'OLD': missing[0]})}.{more}"
+        )
+
+
 def _checked(
     rows: Sequence[Mapping[str, Any]], said: str, split: str, takes_none: bool
 ) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
     """Returns the good rows, and the number and fault of each bad one."""
     good, bad = list[dict[str, Any]](), list[tuple[int, str]]()
-    is_known = split != "test" or any(any(_answers(row.get(ANSWERS)) or ()) for row in rows)
+    is_known = split != "test" or any(has_answer(row.get(ANSWERS)) for row in rows)
     for i, row in enumerate(rows):
-        found = _answers((is_known and row[ANSWERS]) or [])
-        why = "" if found else "answers do not have texts with answer_start"
+        found, why = answers_of(row if is_known else {**row, ANSWERS: None}, said)
         if is_empty(row[QUESTION]) or is_empty(row[CONTEXT]):
             why = "a question or a context is empty"
         elif is_known and found and not found[0] and not takes_none:
@@ -158,22 +166,13 @@ def _checked(
                 f"{said}: row {i + 1} has no answer. If that is intended, as in SQuAD 2, add --version_2_with_negative "
                 "True."
             )
-        if (why := why or _fault(row[CONTEXT], *found or ())) or not found:
+        if (why := why or fault_of(row[CONTEXT], found or ([], []))) or not found:
             bad.append((i, why))
             continue
         known = {TEXTS: found[0], STARTS: found[1]} if is_known else {}
         name = str(i if is_empty(row.get(ID)) else row[ID])
         good.append({QUESTION: str(row[QUESTION]).strip(), CONTEXT: str(row[CONTEXT]), ROW: i, ID: name, **known})
     return good, bad
-
-
-def _fault(context: Any, texts: Sequence[Any] = (), starts: Sequence[Any] = ()) -> str:
-    """The fault of answers that are not in the context where they should be; empty if there is none."""
-    for text, start in zip(texts, starts, strict=True):
-        is_place = isinstance(text, str) and text.strip() and isinstance(start, int) and start >= 0
-        if not is_place or not str(context).startswith(text, start):
-            return "the context does not have the answer's text at its answer_start"
-    return ""
 
 
 def encode_windows(stride: int, tokenizer: Any, columns: Columns, max_length: int, rows: Rows) -> dict[str, list[Any]]:

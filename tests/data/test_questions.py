@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 from datasets import Dataset
 
@@ -16,6 +17,7 @@ from finetune.data.question_answering import (
     ID,
     LAST,
     NULL,
+    STARTS,
     TEXTS,
     clean_questions,
     collate,
@@ -117,6 +119,62 @@ def test_answers_that_do_not_stand_there_are_refused_or_counted() -> None:
     found = cleaned([ROWS[1], wrong, ROWS[2]], skip=True)
     assert found.skipped == {"validation": 1}
     assert found.splits["validation"][ID] == ["q3", "q6"]
+
+
+def alone(text: str, context: str = "Ada met Alan. I know Alan.", **more: Any) -> dict[str, Any]:
+    return {"question": "Who?", "context": context, "answers": text, **more}
+
+
+def test_an_answer_that_is_a_text_is_located_where_its_context_has_it_once() -> None:
+    rows = [
+        alone("Ada", answer_start=None),
+        alone(" know "),
+        alone("met Alan"),
+        alone("人", "我是人。"),
+        alone("Alan", answer_start=21),
+    ]
+    found = cleaned(rows)
+    split = found.splits["validation"]
+    assert [text for (text,) in split[TEXTS]] == ["Ada", "know", "met Alan", "人", "Alan"]
+    assert [start for (start,) in split[STARTS]] == [0, 16, 4, 2, 21]
+    assert found.notes == (
+        "answers without answer_start are located, each where its context has it once as whole words",
+    )
+    assert found.columns.others == ()
+    assert cleaned([alone("Alan", answer_start="8")]).notes == ()
+    mapped = [{"question": "Who?", "context": "Ada met Alan.", "answer": "Ada"}]
+    assert cleaned(mapped, column_mapping=["answer=answers"]).splits["validation"][STARTS] == [[0]]
+    with pytest.raises(RequestError, match=r"no column 'answers'; .* --column_mapping answer=answers\. Texts without"):
+        cleaned(mapped)
+    none = cleaned([alone("Ada"), alone(" ")], version_2_with_negative=True).splits["validation"]
+    assert none[TEXTS] == [["Ada"], []]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        pytest.param(alone("Alan"), "exactly once as whole words, so its answer_start must be given", id="twice"),
+        pytest.param(alone("no"), "exactly once as whole words", id="within a word"),
+        pytest.param(alone("Bob"), "exactly once as whole words", id="not there"),
+        pytest.param(alone("Ada", answer_start=3), "at its answer_start, in characters from 0", id="elsewhere"),
+        pytest.param(alone("Ada", answer_start="x"), "answers do not have texts with answer_start", id="no number"),
+    ],
+)
+def test_the_place_of_an_answer_is_not_guessed(row: dict[str, Any], said: str) -> None:
+    good = alone("Ada", **({"answer_start": type(row["answer_start"])(0)} if "answer_start" in row else {}))
+    with pytest.raises(RequestError, match=rf"1 of 2 rows that are bad: .*{said}.*: 2\).*--skip_bad_rows"):
+        cleaned([good, row])
+    with pytest.raises(RequestError, match=rf"1 of 1 rows that are bad: .*{said}.*: 1\)\. Fix them\.$"):
+        cleaned([row])
+    assert cleaned([good, row], skip=True).skipped == {"validation": 1}
+
+
+def test_objects_that_a_csv_holds_as_text_are_named_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "qa.csv"
+    pandas.DataFrame(ROWS).to_csv(path, index=False)
+    arguments = QuestionDataArguments(train_file=str(path))
+    with pytest.raises(RequestError, match=r"qa.csv: 'answers' holds objects as texts, such as \{'text': \['settler0'"):
+        clean_questions(load_questions(arguments)[0], arguments, PreparationArguments(), 0)
 
 
 def test_questions_without_an_answer_are_to_be_meant() -> None:
