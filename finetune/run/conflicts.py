@@ -47,18 +47,12 @@ def conflicts(run: Run) -> Iterator[str]:
     yield from schedule_mistakes(run)
     yield from optim_mistakes(run)
     yield from _of_metrics(run)
+    yield from _of_best(run)
     if "train_dir" in run.recipe.flags:
         yield from _of_images(run)
     attention = run.value("attn_implementation") if "attn_implementation" in run.recipe.flags else None
     if attention and "/" not in attention and attention.removeprefix("paged|") not in ATTENTIONS:
         yield f"{run.said('attn_implementation')}, but it must be one of {', '.join(ATTENTIONS)}."
-    best, figures = run.value("metric_for_best_model"), run.recipe.figures
-    name, mend = (best or "").removeprefix("eval_"), " Give one that fits the data."
-    if best and figures and not run.value("metrics") and name not in figures:
-        known = f"but the evaluations of this recipe report {', '.join(figures)}.{or_meant(name, figures, mend)}"
-        yield f"{run.said('metric_for_best_model')}, {known}"
-    if name == "kl" and "reference" in run.recipe.flags and run.value("loss") not in OF_REFERENCE:
-        yield f"{run.said('metric_for_best_model')}, but {run.said('loss')}, which has no reference model. Use another."
     if "reference" in run.recipe.flags and run.given.get("preprocessing_num_workers"):
         said = run.said("preprocessing_num_workers")
         yield f"{said}, which does nothing: one process tokenizes preferences. Drop it."
@@ -171,6 +165,18 @@ def _of_encoding(run: Run) -> Iterator[str]:
         "".encode(given)
     except (LookupError, ValueError):
         yield f"{run.said('encoding')}, which Python does not know. Give a name such as cp1252, gb18030 or utf-16."
+
+
+def _of_best(run: Run) -> Iterator[str]:
+    said, best, figures = run.said("metric_for_best_model"), run.value("metric_for_best_model"), run.recipe.figures
+    name, mend = (best or "").removeprefix("eval_"), " Give one that fits the data."
+    if best and figures and not run.value("metrics") and name not in figures:
+        yield f"{said}, but the evaluations of this recipe report {', '.join(figures)}.{or_meant(name, figures, mend)}"
+    loss = run.value("loss") if "reference" in run.recipe.flags else None
+    if name == "kl" and loss and loss not in OF_REFERENCE:
+        yield f"{said}, but {run.said('loss')}, which has no reference model. Use another."
+    if name.startswith("logp_") and loss == "reward":
+        yield f"{said}, but a reward model has no log-probabilities. Use another."
 
 
 def _of_metrics(run: Run) -> Iterator[str]:

@@ -227,8 +227,8 @@ def _in_order(margins: Any) -> Any:
 
 
 def _named(means: dict[str, float], settings: Settings, accuracy: float | None) -> dict[str, float]:
-    """Metrics by name, without the loss."""
-    own = {name: means[name] for name in COLUMNS[1:5]}
+    """Metrics by name, without the loss. A reward model has no log-probabilities."""
+    own = {name: means[name] for name in (COLUMNS[1:3] if settings.loss == "reward" else COLUMNS[1:5])}
     own["reward_margin"] = own["reward_chosen"] - own["reward_rejected"]
     own |= {"kl": max(means["divergence"], 0.0)} if settings.loss in OF_REFERENCE else {}
     return own if accuracy is None else {"preference_accuracy": accuracy, **own}

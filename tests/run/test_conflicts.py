@@ -103,6 +103,7 @@ EVERY_4 = "--save_strategy steps --eval_strategy steps --eval_steps 4"
         (TOKEN_CLS, "--dataset_name a/b --train_file t", "Keep one"),
         (CAUSAL_LM, "--dataset_name a/b --train_file t", "Keep one"),
         (PREFERENCE, "--loss simpo --metric_for_best_model eval_kl", "'simpo' .*which has no reference"),
+        (PREFERENCE, "--loss reward --metric_for_best_model logp_chosen", "a reward model has no log-probabilities"),
         (CAUSAL_LM, "--metric_for_best_model f1", "--metric_for_best_model is 'f1' .*perplexity"),
         (SEQ_CLS, "--metric_for_best_model acuracy", "the evaluations of this recipe report loss, accuracy"),
         (TOKEN_CLS, "--metric_for_best_model eval_matthews", "report loss, precision"),

@@ -110,3 +110,15 @@ def test_kto_has_no_accuracy_where_held_out_answers_are_all_of_one_kind(monkeypa
     assert accuracies == pytest.approx({"good": np.nan, "bad": np.nan, "both": 1.0}, nan_ok=True)
     assert found["good"]["logp_chosen"] == found["both"]["logp_chosen"] == -1.0
     assert np.isnan(found["good"]["logp_rejected"])
+
+
+def test_a_reward_model_reports_rewards_and_no_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = np.array([[0.5, 2.0, -1.0, 2.0, -1.0, 0.0], [0.5, 0.0, 1.0, 0.0, 1.0, 0.0]])
+    found = {}
+    for loss in ("reward", "dpo"):
+        monkeypatch.setattr("finetune.training.preference.settings_of", lambda session, loss=loss: Settings(loss, 1.0))
+        measure: Any = preference_metrics(None)  # type: ignore[arg-type]
+        found[loss] = measure(SimpleNamespace(predictions=rows))
+    rewards = {"reward_chosen": 1.0, "reward_rejected": 0.0, "reward_margin": 1.0}
+    assert found["reward"] == {"loss": 0.5, "preference_accuracy": 0.5, **rewards}
+    assert found["dpo"].keys() - found["reward"].keys() == {"logp_chosen", "logp_rejected", "kl"}
