@@ -119,10 +119,10 @@ def single(rows: Sequence[Sides], needs_both: bool = True) -> list[Sides]:
     return found
 
 
-def encoded(tokenizer: Any, row: Sides) -> tuple[list[TokensOfSide], list[int]]:
-    """Token ids of the prompt with each answer, up to the last trained token; and for conversations whether each of
-    `remarks.REMARKS` applies. Plain texts begin with the tokenizer's own start tokens, as in `finetune generate`; chat
-    templates write their own. Raises RequestError."""
+def encoded(tokenizer: Any, row: Sides, whole: bool = False) -> tuple[list[TokensOfSide], list[int]]:
+    """Token ids of the prompt with each answer, up to the last trained token or, if `whole`, to the end of what a chat
+    template writes; and for conversations whether each of `remarks.REMARKS` applies. Plain texts begin with the
+    tokenizer's own start tokens, as in `finetune generate`; chat templates write their own. Raises RequestError."""
     made, beginning, remarks = [], [] if row.is_chat else beginning_of(tokenizer), []
     for answer in row.answers:
         if row.is_chat:
@@ -134,6 +134,7 @@ def encoded(tokenizer: Any, row: Sides) -> tuple[list[TokensOfSide], list[int]]:
         end = max((i + 1 for i, used in enumerate(learnt) if used), default=0)
         if not end:
             raise RequestError(f"row {row.number + 1}: no token of an answer is trained on: {quoted(answer)}.")
+        end = len(ids) if whole else end
         made.append((list(ids[:end]), list(map(bool, learnt[:end]))))
     return made, [max(said) for said in zip(*remarks, strict=True)]
 

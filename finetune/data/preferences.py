@@ -114,7 +114,7 @@ def prepare_preferences(
     """
     if arguments.chat_template and tokenizer is not None:
         tokenizer.chat_template = read_template(arguments.chat_template)  # so it is saved with the tokenizer
-    job = _Job(arguments, preparation, tokenizer, loss == "kto", block_size, seed)
+    job = _Job(arguments, preparation, tokenizer, loss == "kto", loss == "reward", block_size, seed)
     made: _Job = prepare_tokens(job, kept, launch, preparation.data_timeout_seconds)
     return made.load()
 
@@ -127,6 +127,7 @@ class _Job:
     preparation: PreparationArguments
     tokenizer: Any | None
     is_single: bool  # single answers, for KTO
+    is_whole: bool  # for a reward model: with what a chat template writes after the answer
     block_size: int
     seed: int
 
@@ -135,7 +136,7 @@ class _Job:
         given, known = self.arguments, None if self.tokenizer is None else identity_for_texts(self.tokenizer)
         files = file_states(given.dataset_name, given.train_file, given.validation_file)
         by_content = replace(given, chat_template=None)  # the tokenizer's identity includes the template's content
-        more = [known, self.is_single, self.block_size, self.seed]
+        more = [known, self.is_single, self.block_size, self.seed, *(["whole"] if self.is_whole else [])]
         return folder_for("preference", FORMAT, files, by_content, self.preparation, more)
 
     def make(self, folder: Path) -> None:
@@ -211,7 +212,7 @@ class _Job:
         length, because it saves padding and metrics do not depend on order."""
         template = tokenizer.chat_template if any(row.is_chat for row in rows) else None
         cut_to = []
-        for found, said in each_rendered(partial(encoded, tokenizer), rows, template):
+        for found, said in each_rendered(partial(encoded, tokenizer, whole=self.is_whole), rows, template):
             cut_to.append(fitted(found, self.block_size))
             remarks.append(said)
         names = OF_ANSWERS if self.is_single else OF_PAIRS

@@ -36,21 +36,21 @@ print({said})"""
 
 def use_of_writer(session: Session, is_chat: bool) -> str:
     """Python that opens the folder of a language model and lets it write, or answer."""
-    own = ', tokenizer="path/to/this/folder"' if _has_adapted(session) else ""  # transformers would take the base's
+    own = ', tokenizer="path/to/this/folder"' if has_adapted(session) else ""  # transformers would take the base's
     if is_chat:
         turns = f'[{{"role": "user", "content": "{QUESTION}"}}]'
         return USE_WRITER.format(own=own, prompt=turns, said='said[-1]["content"]')
     return USE_WRITER.format(own=own, prompt='"The "', said="said")
 
 
-def _has_adapted(session: Session) -> bool:
+def has_adapted(session: Session) -> bool:
     return bool(session.run.value("use_peft") and session.training.do_train)
 
 
 def use_of(session: Session, name: str, whole: str) -> str:
     """Python that opens the folder of a classifier as `name`; returns `whole` unless the run trained an adapter."""
     task = session.run.task
-    return USE_ADAPTER.format(auto=task.auto, name=name, task=task.name) if _has_adapted(session) else whole
+    return USE_ADAPTER.format(auto=task.auto, name=name, task=task.name) if has_adapted(session) else whole
 
 
 def merged(session: Session, source: Any, data: Any, build: Callable[[], Any] | None = None) -> list[str]:

@@ -27,7 +27,7 @@ from finetune.run.flags.adapter import AdapterArguments
 from finetune.run.flags.language import CausalModelArguments
 from finetune.run.recipes.preference import PreferenceArguments, PreferenceDataArguments
 from finetune.run.reference import form_of_reference
-from finetune.training.merging import merged, use_of_writer
+from finetune.training.merging import has_adapted, merged, use_of_writer
 from finetune.training.model_card import Card, write_card
 from finetune.training.results import pictures_of, rows_table, sentences
 from finetune.training.samples import Answers
@@ -40,10 +40,14 @@ PIECE_ROWS = 4096  # rows of the reference per cached file; a killed run continu
 MISSING = "reference.npz"  # in the run folder, for a run that resumes on a machine without the cache
 USE_REWARD = """from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-model = AutoModelForSequenceClassification.from_pretrained("path/to/this/folder")
+model = AutoModelForSequenceClassification.from_pretrained("path/to/this/folder"{own})
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
-text = "A prompt and its answer" + (tokenizer.eos_token or "")  # it is judged at its end, as in training
-print(model(**tokenizer(text, return_tensors="pt")).logits)  # the greater, the better"""
+{inputs}  # judged at its end, as in training
+print(model(**inputs).logits)  # the greater, the better"""
+OF_TURNS = """turns = [{"role": "user", "content": "A prompt"}, {"role": "assistant", "content": "Its answer"}]
+inputs = tokenizer.apply_chat_template(turns, return_dict=True, return_tensors="pt")"""
+OF_TEXT = """text = "A prompt and its answer" + (tokenizer.eos_token or "")
+inputs = tokenizer(text, return_tensors="pt")"""
 
 
 @dataclass
@@ -174,6 +178,13 @@ def _before_and_after(answers: Answers) -> str:
     return f"Before training\n\n{answers.first}\n\nAfter training\n\n{answers.last}"
 
 
+def use_of_reward(session: Session, data: PreferenceData) -> str:
+    """Python that opens a reward model and scores an answer. An adapter's base model does not say that it has one
+    output, nor which token pads."""
+    own = f", num_labels=1, pad_token_id={data.pad}" if has_adapted(session) else ""
+    return USE_REWARD.format(own=own, inputs=OF_TURNS if data.is_chat else OF_TEXT)
+
+
 def write_preference_report(
     session: Session, data: PreferenceData, source: CausalSource, answers: Answers
 ) -> list[str]:
@@ -185,7 +196,7 @@ def write_preference_report(
         table=rows_table("rows", account),
         facts=sentences(account.columns, *account.notes),
         pictures=pictures_of(session.folder, "eval_preference_accuracy"),
-        use=USE_REWARD if is_reward else use_of_writer(session, data.is_chat),
+        use=use_of_reward(session, data) if is_reward else use_of_writer(session, data.is_chat),
         sample=_before_and_after(answers),
     )
     write_card(session, source, account, card)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from finetune.data.chat.templates import read_template
 from finetune.data.preference_batches import collate
 from finetune.data.preference_columns import ANSWERS, PAIRS, find_preferences
 from finetune.data.preference_rows import (
@@ -134,6 +135,18 @@ def test_of_conversations_the_answers_are_learnt_with_their_end() -> None:
         for ids, learnt in encoded(BYTES, row)[0]
     ]
     assert said == ["Good day<|endoftext|>", "What?<|endoftext|>"]
+
+
+def test_a_reward_model_reads_all_that_a_chat_template_writes(tmp_path: Path) -> None:
+    chat = copy.deepcopy(BYTES)
+    chat.chat_template = read_template("chatml")
+    layout = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
+    asked = [{**layout, "prompt": [{**USER, "content": str(n)}]} for n in range(4)]
+    found = {loss: prepared(tmp_path, asked, loss, block_size=256, tokenizer=chat) for loss in ("reward", "dpo")}
+    scored, learnt = (data.splits["train"][0] for data in found.values())
+    for side in ("chosen", "rejected"):
+        assert chat.decode(scored[f"{side}_ids"]) == chat.decode(learnt[f"{side}_ids"]) + "\n"
+        assert chat.decode(learnt[f"{side}_ids"]).endswith("<|im_end|>")
 
 
 def test_the_other_answer_of_kto_is_that_of_another_row() -> None:
