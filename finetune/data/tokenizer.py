@@ -117,6 +117,22 @@ def pad_with_end(tokenizer: Any) -> None:
         tokenizer.pad_token = tokenizer.eos_token
 
 
+def pad_apart(tokenizer: Any) -> None:
+    """Pad with another special token than the end of text, if the vocabulary has one that ends no text. transformers
+    takes the last tokens of a text for padding if they are the padding token, whatever the mask says (5.23,
+    modeling_layers.py, GenericForSequenceClassification). Raises RequestError as `refuse_no_padding`."""
+    refuse_no_padding(tokenizer)
+    if tokenizer.pad_token not in (None, tokenizer.eos_token):
+        return
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    for_padding = [token for token in special if "pad" in token.lower()]  # Llama 3.1, Qwen, GPT-NeoX
+    unused = [token for token in special if "reserved" in token or "unused" in token]  # Llama 3
+    for token in (*for_padding, tokenizer.unk_token, *unused):
+        if token not in (None, tokenizer.eos_token):
+            tokenizer.pad_token = token
+            return
+
+
 def refuse_no_padding(tokenizer: Any) -> None:
     """Raises RequestError for a tokenizer without a token that can pad the shorter texts of a batch."""
     if tokenizer.pad_token is None and tokenizer.eos_token is None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification
 from finetune.data import digests
 from finetune.data.cache import cache_key
 from finetune.data.preferences import PreferenceData
-from finetune.data.tokenizer import refuse_no_padding
+from finetune.data.tokenizer import pad_apart, refuse_no_padding
 from finetune.errors import RequestError
 from finetune.models.adapters import check_adapter, kept_as, with_adapter
 from finetune.models.causal import CausalSource, build_causal_lm, find_causal_source, settled_config
@@ -42,12 +42,12 @@ USE_REWARD = """from transformers import AutoModelForSequenceClassification, Aut
 
 model = AutoModelForSequenceClassification.from_pretrained("path/to/this/folder"{own})
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
-{inputs}  # judged at its end, as in training
+{inputs}  # judged at its last token, as in training
 print(model(**inputs).logits)  # the greater, the better"""
 OF_TURNS = """turns = [{"role": "user", "content": "A prompt"}, {"role": "assistant", "content": "Its answer"}]
 inputs = tokenizer.apply_chat_template(turns, return_dict=True, return_tensors="pt")"""
-OF_TEXT = """text = "A prompt and its answer" + (tokenizer.eos_token or "")
-inputs = tokenizer(text, return_tensors="pt")"""
+OF_TEXT = 'inputs = tokenizer("A prompt and its answer"{end}, return_tensors="pt")'
+PADS = "{end} also pads: at the end of what is scored it is not read, and the score is at the token before"
 
 
 @dataclass
@@ -113,7 +113,8 @@ def preference_source(session: Session) -> CausalSource:
         if run.value("merge_adapter"):
             raise RequestError(f"{run.said('merge_adapter')}: a reward model cannot be merged yet. Drop it.")
         if source.tokenizer is not None:
-            refuse_no_padding(source.tokenizer)
+            # A trained reward model is read as it was trained, also where the end of text is its padding.
+            (refuse_no_padding if _scores(source) else pad_apart)(source.tokenizer)
     reference_of(session, source)  # raises before the data are prepared
     return source
 
@@ -143,6 +144,12 @@ def preference_model(session: Session, source: CausalSource, data: PreferenceDat
             use_chunked_loss(second, chunk, by_token=True)
         reference.model = placed(session, second)
     return model, reference
+
+
+def _scores(source: CausalSource) -> bool:
+    """Whether the model that is given has a trained head, whose scores depend on which token pads."""
+    made = getattr(source.config, "architectures", None) or ()
+    return source.adapter is not None or any(name.endswith("ForSequenceClassification") for name in made)
 
 
 def _reward_model(session: Session, source: CausalSource, tokenizer: Any, kept: Any) -> Any:
@@ -182,7 +189,12 @@ def use_of_reward(session: Session, data: PreferenceData) -> str:
     """Python that opens a reward model and scores an answer. An adapter's base model does not say that it has one
     output, nor which token pads."""
     own = f", num_labels=1, pad_token_id={data.pad}" if has_adapted(session) else ""
-    return USE_REWARD.format(own=own, inputs=OF_TURNS if data.is_chat else OF_TEXT)
+    end = "" if data.tokenizer.eos_token is None or _pads_with_end(data) else " + tokenizer.eos_token"
+    return USE_REWARD.format(own=own, inputs=OF_TURNS if data.is_chat else OF_TEXT.format(end=end))
+
+
+def _pads_with_end(data: PreferenceData) -> bool:
+    return bool(data.pad == data.tokenizer.eos_token_id)
 
 
 def write_preference_report(
@@ -191,10 +203,11 @@ def write_preference_report(
     """Write `training_curve.png`, README.md and, with --merge_adapter, the merged model."""
     account, loss = data.account, session[PreferenceArguments].loss
     is_reward = loss == "reward"
+    unread = PADS.format(end=data.tokenizer.eos_token) if is_reward and _pads_with_end(data) else ""
     card = Card(
         task="reward model" if is_reward else f"language model trained on preferences ({loss})",
         table=rows_table("rows", account),
-        facts=sentences(account.columns, *account.notes),
+        facts=sentences(account.columns, *account.notes, unread),
         pictures=pictures_of(session.folder, "eval_preference_accuracy"),
         use=use_of_reward(session, data) if is_reward else use_of_writer(session, data.is_chat),
         sample=_before_and_after(answers),

@@ -22,7 +22,7 @@ from finetune.data.preference_rows import (
     with_others,
 )
 from finetune.data.preferences import PreferenceData, prepare_preferences
-from finetune.data.tokenizer import train_text_tokenizer
+from finetune.data.tokenizer import pad_apart, train_text_tokenizer
 from finetune.errors import RequestError
 from finetune.run.flags.text import PreparationArguments
 from finetune.run.launch import read_launch
@@ -135,6 +135,32 @@ def test_of_conversations_the_answers_are_learnt_with_their_end() -> None:
         for ids, learnt in encoded(BYTES, row)[0]
     ]
     assert said == ["Good day<|endoftext|>", "What?<|endoftext|>"]
+
+
+@pytest.mark.parametrize(
+    ("special", "names", "pads"),
+    [
+        ([], {"pad_token": "<pad>"}, "<pad>"),
+        (["<s>", "<|finetune_right_pad_id|>"], {}, "<|finetune_right_pad_id|>"),
+        (["<|im_end|>", "<|vision_pad|>"], {"pad_token": "<|endoftext|>"}, "<|vision_pad|>"),
+        (["<|padding|>"], {"unk_token": "<|endoftext|>"}, "<|padding|>"),
+        (["<s>"], {"unk_token": "<unk>", "pad_token": "<|endoftext|>"}, "<unk>"),
+        (["<s>", "<|reserved_special_token_0|>"], {}, "<|reserved_special_token_0|>"),
+        (["<|im_start|>", "<|im_end|>"], {}, None),
+        ([], {"pad_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}, "<|endoftext|>"),
+    ],
+    ids=["its own", "Llama 3.1", "Qwen", "GPT-NeoX", "Llama 2", "Llama 3", "none", "GPT-2"],
+)
+def test_padding_is_another_token_than_the_end_of_text_where_there_is_one(
+    special: list[str], names: dict[str, str], pads: str | None
+) -> None:
+    tokenizer = copy.deepcopy(BYTES)
+    tokenizer.pad_token = None
+    tokenizer.add_special_tokens({"additional_special_tokens": special, **names})
+    before = tokenizer("A text<|endoftext|>")["input_ids"]
+    pad_apart(tokenizer)
+    assert tokenizer.pad_token == pads
+    assert tokenizer("A text<|endoftext|>")["input_ids"] == before
 
 
 def test_a_reward_model_reads_all_that_a_chat_template_writes(tmp_path: Path) -> None:

@@ -56,18 +56,18 @@ def trained(folder: Path, model: Path, as_turns: bool, **more: Any) -> tuple[Fin
     return done, held_out
 
 
-def by_card(done: Finished, capsys: pytest.CaptureFixture[str], answers: list[Any], prompt: str = "") -> list[float]:
-    """The scores that the card's code gives, run as it is written, but for the folder and what is scored."""
+def by_card(done: Finished, capsys: pytest.CaptureFixture[str], answered: list[Any]) -> list[float]:
+    """The scores of conversations, or of texts, by the card's code, run as it is written but for its folder and what it
+    scores."""
     found = re.search(r"```python\n(.*?)```", (done.folder / "README.md").read_text(), re.DOTALL)
     assert found is not None
-    scores = []
-    for answer in answers:
-        if isinstance(answer, str):
-            program, count = re.subn('"A prompt and its answer"', repr(prompt + answer), found[1])
-        else:
-            program, count = re.subn(r"(?m)^turns = .*$", lambda _, own=answer: f"turns = {own!r}", found[1])
-        assert count == 1
-        exec(compile(program.replace("path/to/this/folder", str(done.folder)), "card", "exec"), {})  # noqa: S102
+    program, scores = found[1].replace("path/to/this/folder", str(done.folder)), []
+    place = (
+        '"A prompt and its answer"' if isinstance(answered[0], str) else re.findall(r"(?m)^turns = (.*)$", program)[0]
+    )
+    assert program.count(place) == 1
+    for one in answered:
+        exec(compile(program.replace(place, repr(one)), "card", "exec"), {})  # noqa: S102 - our own
         said = re.search(r"tensor\(\[\[(\S+?)\]\]", capsys.readouterr().out)
         assert said is not None
         scores.append(float(said[1]))
@@ -101,3 +101,43 @@ def test_conversations_rendered_as_usual_get_the_scores_of_the_evaluation(
 def test_the_card_of_a_reward_models_adapter_opens_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done, held_out = trained(tmp_path, model_folder(tmp_path / "base"), True, chat_template="chatml", use_peft=True)
     assert_equals_evaluation(done, *[by_card(done, capsys, [row[name] for row in held_out]) for name in ANSWERS])
+
+
+def at_last_token(done: Finished, texts: list[str]) -> list[float]:
+    """The scores of a server that reads the last token, whatever it is."""
+    tokenizer = AutoTokenizer.from_pretrained(done.folder)
+    model = AutoModelForSequenceClassification.from_pretrained(done.folder).eval()
+    with torch.no_grad():
+        states = [model.model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0, -1] for text in texts]
+        return [model.score(state).item() for state in states]
+
+
+@pytest.mark.parametrize("padding", ["<|spare_pad|>", None])
+def test_texts_get_the_scores_of_the_evaluation_from_any_server(
+    padding: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tokenizer names no padding token, and its vocabulary has one or not."""
+    done, held_out = trained(tmp_path, model_folder(tmp_path / "base", *([padding] if padding else [])), False)
+    tokenizer, config = AutoTokenizer.from_pretrained(done.folder), done.json("config.json")
+    assert config["pad_token_id"] == tokenizer.convert_tokens_to_ids(padding or tokenizer.eos_token)
+    texts = [[row["prompt"] + row[name] for row in held_out] for name in ANSWERS]
+    sides = [by_card(done, capsys, some) for some in texts]
+    assert_equals_evaluation(done, *sides)
+    end = tokenizer.eos_token if padding else ""
+    assert at_last_token(done, [text + end for text in texts[0]]) == pytest.approx(sides[0], abs=2e-4)
+    assert ("the score is at the token before" in (done.folder / "README.md").read_text()) == (padding is None)
+
+    flags = {"model_name_or_path": done.folder, "validation_file": tmp_path / "validation_file.jsonl", "loss": "reward"}
+    alone = {"do_train": False, "bf16": False}
+    again = launch("python", tmp_path / "again", {**flags, **alone}, recipe="recipes/preference.py")
+    assert_equals_evaluation(again, *sides)
+
+
+def test_a_trained_reward_model_keeps_the_padding_by_which_it_is_read(tmp_path: Path) -> None:
+    """As one of another library, whose scores are at the token before an end of text that pads."""
+    base = model_folder(tmp_path / "base", "<|spare_pad|>", pad_token="<|endoftext|>")
+    scores = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    scores.config.pad_token_id = AutoTokenizer.from_pretrained(base).pad_token_id
+    scores.save_pretrained(base)
+    done, _ = trained(tmp_path, base, False, max_steps=1)
+    assert done.json("config.json")["pad_token_id"] == scores.config.pad_token_id
