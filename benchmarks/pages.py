@@ -20,6 +20,7 @@ import bf16_weights
 import causal_lm
 import causal_lm_gpu
 import causal_lm_parts
+import channels_last
 import chat_templates
 import check
 import check_truth
@@ -70,6 +71,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "bf16_weights": _of("bf16_weights", bf16_weights.page),
     "causal_lm": _of("causal_lm", causal_lm.render),
     "causal_lm_parts": _of("causal_lm_parts", causal_lm_parts.render),
+    "channels_last": _of("channels_last", channels_last.page),
     "chat_templates": _of("chat_templates", chat_templates.render),
     "check": _of("check", check.render),
     "check_truth": lambda: check_truth.render(_lines("check_truth.json")),

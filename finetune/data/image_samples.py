@@ -76,14 +76,17 @@ class Pictures(Dataset):
 
 
 class ImageCollator:
-    """A model's input batch: (bytes x `scale` - mean) / std for each channel, in fp32."""
+    """A model's input batch: (bytes x `scale` - mean) / std for each channel, in fp32. With `channels_last` the numbers
+    of a pixel lie side by side in memory."""
 
-    def __init__(self, scale: float, mean: Sequence[float], std: Sequence[float]) -> None:
+    def __init__(self, scale: float, mean: Sequence[float], std: Sequence[float], channels_last: bool = False) -> None:
         self.scale = scale
+        self.layout = torch.channels_last if channels_last else torch.contiguous_format
         self.mean, self.std = (torch.tensor(list(values)).reshape(1, -1, 1, 1) for values in (mean, std))
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        pixels = torch.stack([sample["pixel_values"] for sample in samples]).float()  # (B, channels, H, W)
+        pixels = torch.stack([sample["pixel_values"] for sample in samples])  # (B, channels, H, W)
+        pixels = pixels.contiguous(memory_format=self.layout).float()  # what follows keeps the layout
         batch = {"pixel_values": (pixels * self.scale - self.mean) / self.std}
         if "labels" in samples[0]:
             batch["labels"] = torch.tensor([sample["labels"] for sample in samples])

@@ -55,13 +55,14 @@ class ImageAccount:
 @dataclass(frozen=True)
 class ImageData:
     """The splits (`train`, `validation`, and `test` if given) with labels, account and processor. `names` identify the
-    pictures, for predictions."""
+    pictures, for predictions. `channels_last`: how batches lie in memory."""
 
     splits: dict[str, Pictures]
     labels: Labels
     account: ImageAccount
     processor: Any
     names: dict[str, list[str]]
+    channels_last: bool = False
 
     @cached_property
     def collator(self) -> ImageCollator:
@@ -70,7 +71,7 @@ class ImageData:
         scale = kept.rescale_factor if kept.do_rescale else 1.0
         identity = [0.0] * CHANNELS, [1.0] * CHANNELS
         mean, std = (kept.image_mean, kept.image_std) if kept.do_normalize else identity
-        return ImageCollator(scale, mean, std)
+        return ImageCollator(scale, mean, std, self.channels_last)
 
     def require_all(self, training: Any) -> None:
         """Raises RequestError if the data lacks a split that a flag of `training` needs."""

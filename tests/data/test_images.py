@@ -6,7 +6,9 @@ import os
 import pickle
 import struct
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from finetune.errors import RequestError
 from finetune.run.flags.images import AugmentationArguments, ImageArguments
 from finetune.run.flags.text import PreparationArguments
 from finetune.run.launch import Launch
+from finetune.training.image_trainers import prefers_channels_last
 
 
 def picture(path: Path, colour: tuple[int, ...] | int, size: tuple[int, int] = (20, 20), mode: str = "RGB") -> None:
@@ -88,6 +91,28 @@ def test_a_batch_is_what_the_saved_processor_makes_of_the_files(folder: Path, tm
     pixels = np.asarray(data.splits["train"].pixels) / 255
     assert data.account.mean == pytest.approx(pixels.mean(axis=(0, 2, 3)).tolist(), abs=1e-5)
     assert data.account.std == pytest.approx(pixels.std(axis=(0, 2, 3)).tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "side", "is_last"),
+    [("cpu", "bf16", 127, False), ("cpu", "fp32", 128, True), ("cuda", "bf16", 32, True), ("cuda", "fp16", 32, True),
+     ("cuda", "fp32", 224, False)],
+)  # fmt: skip
+def test_pictures_lie_channels_last_where_convolutions_are_faster(
+    device: str, precision: str, side: int, is_last: bool
+) -> None:
+    training = SimpleNamespace(device=torch.device(device), bf16=precision == "bf16", fp16=precision == "fp16")
+    assert prefers_channels_last(training, side) == is_last
+
+
+def test_a_batch_is_the_same_in_either_layout() -> None:
+    data = prepare()
+    rows = [data.splits["validation"][i] for i in range(4)]
+    first, last = (replace(data, channels_last=last).collator(rows) for last in (False, True))
+    assert torch.equal(first["pixel_values"], last["pixel_values"])
+    assert torch.equal(first["labels"], last["labels"])
+    assert first["pixel_values"].is_contiguous()
+    assert last["pixel_values"].is_contiguous(memory_format=torch.channels_last)
 
 
 def test_the_digits_are_there_offline_and_left_as_they_are() -> None:
