@@ -168,23 +168,16 @@ MEMORY = (
         )
         for where in ("measure/recording.py", "measure/own_functions.py")
     ),
-    Row(
-        "measure/recording.py",
-        "torch.utils._python_dispatch:TorchDispatchMode",
-        "read",
-        "every operator of a forward pass is written down",
-        "torch/utils/_python_dispatch.py: documented only in notes",
-        "a public name",
-    ),
     *(
         Row(
-            "measure/memory.py",
+            where,
             name,
             "read",
             "every operator passes by, those that torch has in Python as well",
             "torch/utils/_python_dispatch.py: documented only in notes",
             "public names",
         )
+        for where in ("measure/recording.py", "measure/memory.py")
         for name in (
             "torch.utils._python_dispatch:TorchDispatchMode",
             "torch.utils._pytree:tree_iter",
