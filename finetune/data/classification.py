@@ -95,7 +95,7 @@ Rows: TypeAlias = dict[str, list[Any]]  # a batch, by column
 class Kind(Generic[Data]):
     """How one kind of text data gets from its files to the cache. `name` is its cache folder; `kept` lists the columns
     that tokenizing leaves unchanged, and `counted` those that it makes only for their sums, on which `remarks` are
-    made; `compared` is the column by which rows with the same text are found."""
+    made; `inputs` names the columns of the clean tables by which rows with the same inputs are found."""
 
     name: str
     read: Callable[[Any], tuple[Table, str]]
@@ -108,7 +108,7 @@ class Kind(Generic[Data]):
     counted: tuple[str, ...] = ()
     remarks: Callable[[Account], list[str]] = lambda account: []
     train: Callable[[Iterator[str], int, int], Any] = train_wordpiece  # used when no tokenizer is given
-    compared: str = "input_ids"
+    inputs: Callable[[CleanTables], Sequence[str]] = lambda clean: clean.columns.text
 
 
 def prepare(
@@ -187,7 +187,7 @@ class _Preparation:
         skipped = clean.skipped
         if found:
             rows, skipped = {"train": found.rows, **rows}, {"train": found.skipped, **skipped}
-        twice = notes_of_trained(tokenized, kind.compared)
+        twice = notes_of_trained(clean.splits, kind.inputs(clean))
         notes = (*encoding_notes(arguments, SPLITS), *(found.notes if found else ()), *clean.notes, *twice)
         account = Account(
             source, clean.columns, rows, skipped, truncated, counts, self.max_seq_length, found, notes, sums

@@ -1,12 +1,11 @@
 """Finds exact and near-duplicate training documents, training documents that overlap with held-out ones, and held-out
-rows that are also trained on."""
+rows whose inputs are also trained on."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -117,23 +116,22 @@ def _runs(words: Hashes, size: int) -> Hashes:
     return found
 
 
-def notes_of_trained(tables: dict[str, Dataset], column: str) -> list[str]:
-    """How many rows of each held-out split have a training row's list of numbers in `column`, such as its tokens."""
-    held_out = {split: list(_digests(table, column)) for split, table in tables.items() if split != "train"}
+def notes_of_trained(tables: Mapping[str, Dataset], inputs: Sequence[str]) -> list[str]:
+    """How many rows of each held-out split have the same values as a training row in the columns `inputs`."""
+    held_out = {split: list(_digests(table, inputs)) for split, table in tables.items() if split != "train"}
     if "train" not in tables or not held_out:
         return []
     wanted = {digest for digests in held_out.values() for digest in digests}
-    trained = {digest for digest in _digests(tables["train"], column) if digest in wanted}
+    trained = wanted.intersection(_digests(tables["train"], inputs))
     counts = {split: sum(digest in trained for digest in digests) for split, digests in held_out.items()}
     return [
-        f"{count:,} of {len(held_out[split]):,} {split} rows are also training rows, which makes scores too good"
+        f"{count:,} of {len(held_out[split]):,} {split} rows have the same inputs as a training row, which makes "
+        "scores too good"
         for split, count in counts.items()
         if count
     ]
 
 
-def _digests(table: Dataset, column: str) -> Iterator[int]:
-    for batch in table.select_columns([column]).with_format("arrow").iter(batch_size=1000):
-        lists = batch[column].combine_chunks()
-        ends, values = lists.offsets.to_numpy(), lists.values.to_numpy()
-        yield from (xxhash.xxh3_64_intdigest(values[begin:end]) for begin, end in pairwise(ends))
+def _digests(table: Dataset, columns: Sequence[str]) -> Iterator[int]:
+    for batch in table.select_columns([*columns]).iter(batch_size=1000):
+        yield from (xxhash.xxh3_64_intdigest(repr(row).encode()) for row in zip(*batch.values(), strict=True))

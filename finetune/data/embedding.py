@@ -64,7 +64,7 @@ def prepare_embedding(
     clean = partial(clean_rows, said_prompt=arguments.document_prompt)
     kind = Kind(
         "embedding", load_rows, clean, partial(encode, settled), texts_of, EmbeddingData, _counts, (JUDGED, ROW),
-        compared=KEYS,
+        inputs=lambda clean: [text_column(i) for i in range(min(len(clean.columns.text), 2))],  # not the negatives
     )  # fmt: skip
     return prepare(settled, *rest, kind=kind, **more)
 

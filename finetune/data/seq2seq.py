@@ -67,6 +67,7 @@ def prepare_pairs(
         clean=partial(clean_pairs, has_languages=has_languages(tokenizer)),
         encode=partial(encode_pairs, settled),
         texts=lambda clean: (text for name in (SOURCE, TARGET) for text in clean.splits["train"][name]),
+        inputs=lambda clean: (SOURCE,),
         kept=(SOURCE, TARGET, ROW),
         data=PairData,
         train=train_tokenizer,

@@ -260,6 +260,7 @@ SENTENCES = Kind(
     clean=clean_sentences,
     encode=encode_words,
     texts=lambda clean: (" ".join(words) for words in clean.splits["train"]["tokens"]),
+    inputs=lambda clean: ("tokens",),
     count=_tag_counts,
     kept=(ROW, WORDS),
     counted=COUNTED,

@@ -237,10 +237,13 @@ def known_gpu(name: str) -> Machine:
 
 
 def _precisions(device: str) -> tuple[str, ...]:
+    from transformers.utils import is_torch_tf32_available
+
     from finetune.training.runtime import choose_precision
 
     found = ("fp32", choose_precision(device != "cpu"))
-    return tuple(dict.fromkeys(found if device == "cpu" else (*found, "fp16")))
+    rounded = ("tf32",) if is_torch_tf32_available() else ()
+    return tuple(dict.fromkeys(found if device == "cpu" else (*found, "fp16", *rounded)))
 
 
 def _sizes(device: str, ranks: int) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import distributed
 from torch.nn import functional
+from transformers.utils import enable_tf32
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTH = 256
 COLD_BYTES = 32 * 2**20  # operands used in turn, larger than a core's cache
 GPU_TIMES = 32  # as many elements as on a CPU, else the start of a kernel would take longer than the kernel
@@ -71,11 +72,15 @@ def product_rates(device: str, precision: str, budget: Budget) -> list[float]:
         lambda x, w, g: g.t() @ x,
     )
     found = []
+    if precision == "tf32":
+        enable_tf32(True)
     for m, n, k in LAYERS[device][: budget.layers]:
         many = max(2, COLD_BYTES // (DTYPES[precision].itemsize * (m * k + n * k + m * n)))
         sets = [(torch.randn(m, k, **kind), torch.randn(n, k, **kind), torch.randn(m, n, **kind)) for _ in range(many)]
         seconds = sum(_seconds_in_turn(way, sets, device, budget) for way in ways)
         found.append(len(ways) * 2 * m * n * k / seconds)
+    if precision == "tf32":
+        enable_tf32(False)
     return found
 
 

@@ -16,7 +16,6 @@ from typing import Any
 from finetune.errors import RequestError
 from finetune.plan.job import PIPELINE, TRAINER, Job
 from finetune.plan.machine import Machine, write_json_or_refuse
-from finetune.plan.model import NO_TEXT
 from finetune.plan.plan import Plan, fullness, plan
 from finetune.plan.search import MOST_RANKS, NOT_EVERYWHERE, Candidate, Found, Limits, bases, laid_out, search, shipped
 from finetune.plan.seconds import plan_seconds, share_of
@@ -67,12 +66,10 @@ def most_that_fits(
         if index is not None:
             found.append((index, Candidate(layout, plan(job(index), machine))))
     if not found:
-        is_whole = smallest.model.lora is None and smallest.model.family not in NO_TEXT and smallest.engine != PIPELINE
-        adapters = "adapters (--use_peft True, also with --load_in_4bit True), " if is_whole else ""
         layouts = "" if limits else ", or let the plan choose the layout"
         raise RequestError(
-            f"--{question}: nothing fits on {machine.name}, not even {sizes[0]}. Use {adapters}more ranks or a "
-            f"larger GPU{layouts}. To see why, drop --{question}."
+            f"--{question}: nothing fits on {machine.name}, not even {sizes[0]}. Use more ranks or a "
+            f"larger GPU{layouts}. To see why, and what fits with other flags, drop --{question}."
         )
     found.sort(key=lambda one: (-one[0], -one[1].samples_per_second))
     index, best = found[0]

@@ -12,7 +12,7 @@ from finetune.errors import RequestError
 from finetune.plan.families.parts import CAUSAL, MOST, SEQ2SEQ
 from finetune.plan.forward.stages import PIPELINED
 from finetune.plan.job import DEEPSPEED, FSDP, OWN_BASE, PIPELINE, SECOND, TRAINER, Job
-from finetune.plan.machine import Machine
+from finetune.plan.machine import Machine, machine_names
 from finetune.plan.model import Model, in_4bit, read_config, with_lora
 from finetune.plan.optimizers import optimizer_of
 from finetune.plan.run_model import is_adapter, lora_of, model_of_run
@@ -60,7 +60,7 @@ def job_of(
         micro_batch=run.value("per_device_train_batch_size"),
         accumulation=run.value("gradient_accumulation_steps"),
         precision=precision,
-        tf32=_tf32(run, machine),
+        tf32=_tf32(run, machine, notes),
         checkpoint_interval=facts.checkpoint_interval(run),
         attention=_attention(run, subject.tokens, device, precision),
         device=device,
@@ -260,10 +260,15 @@ def _not_counted(run: Run) -> list[str]:
     return [said] if run.value("use_liger_kernel") else []
 
 
-def _tf32(run: Run, machine: Machine) -> bool | None:
+def _tf32(run: Run, machine: Machine, notes: list[str]) -> bool | None:
     found: bool | None = run.value("tf32")
     if found and "tf32" not in machine.peak_flops:
-        raise RequestError(f"{run.said('tf32')}, but {machine.name} has no TF32. Leave it out.")
+        if machine.name in machine_names():
+            raise RequestError(f"{run.said('tf32')}, but {machine.name} has no TF32. Leave it out.")
+        notes.append(
+            f"--tf32 is not counted, because the profile of {machine.name} has no rate for it; `finetune plan "
+            "--calibrate FILE` measures it on GPUs that have it"
+        )
     return found
 
 

@@ -94,17 +94,20 @@ def test_a_stream_is_not_compared() -> None:
 
 
 def test_held_out_rows_that_are_training_rows_are_counted_split_by_split() -> None:
-    rows = [[1, 2, 3], [4], [], [5, 6], [7], [1, 2], [3]]
-    whole = Dataset.from_dict({"input_ids": rows, "labels": list(range(7))})
+    rows = [["a", "b", "c"], ["d"], [], ["e", "f"], ["g"], ["a", "b"], ["c"]]
+    whole = Dataset.from_dict({"tokens": rows, "more": ["x"] * 7, "label": list(range(7))})
     tables = {
         "train": whole.select([6, 3, 0]),  # by indices, as held-out rows are drawn
-        "validation": Dataset.from_dict({"input_ids": [[3], [1], [2, 3], [1, 2, 3], [3]]}),
+        "validation": Dataset.from_dict({
+            "tokens": [["c"], ["a"], ["b", "c"], ["a", "b", "c"], ["c"]], "more": ["x", "x", "x", "x", "y"]
+        }),
         "test": whole.select([1, 2]),
-    }
-    said = "3 of 5 validation rows are also training rows, which makes scores too good"
-    assert notes_of_trained(tables, "input_ids") == [said]
-    assert notes_of_trained({"test": tables["test"]}, "input_ids") == []
-    assert notes_of_trained({"train": tables["train"]}, "input_ids") == []
+    }  # fmt: skip
+    said = "{} of 5 validation rows have the same inputs as a training row, which makes scores too good"
+    assert notes_of_trained(tables, ["tokens"]) == [said.format(3)]
+    assert notes_of_trained(tables, ["tokens", "more"]) == [said.format(2)]
+    assert notes_of_trained({"test": tables["test"]}, ["tokens"]) == []
+    assert notes_of_trained({"train": tables["train"]}, ["tokens"]) == []
 
 
 @pytest.mark.parametrize(
@@ -125,4 +128,4 @@ def test_a_recipe_counts_test_rows_that_it_trains_on(recipe: str, columns: dict[
     files = {"train_file": write("train.jsonl", range(40)), "test_file": write("test.jsonl", range(37, 47))}
     values = {**files, "max_steps": 1, "do_predict": True, "do_eval": False, "eval_strategy": "no"}
     done = launch("python", tmp_path / "run", {**values, "save_strategy": "no"}, recipe=f"recipes/{recipe}.py")
-    assert "3 of 10 test rows are also training rows, which makes scores too good" in done.output
+    assert "3 of 10 test rows have the same inputs as a training row, which makes scores too good" in done.output

@@ -15,6 +15,7 @@ from conftest import REPO
 from finetune.errors import RequestError
 from finetune.host.hardware import cores_here
 from finetune.measure import calibrate as module
+from finetune.measure import rates
 from finetune.measure.calibrate import LARGE, SMALL, calibrate, known_gpu, reference
 from finetune.measure.links import disk, fit
 from finetune.measure.outcome import DONE, Outcome
@@ -97,6 +98,25 @@ def test_a_gpu_that_is_not_known_says_what_its_figures_are() -> None:
     assert found.name == "NVIDIA Quadro RTX 6000"
     assert found.sources == dict.fromkeys(find_machine("A100-40GB").sources, "assumed: as A100-40GB")
     assert known_gpu("NVIDIA L4").sources == find_machine("L4").sources
+
+
+@pytest.mark.parametrize(("precision", "wanted"), [("fp32", ["timed"]), ("tf32", [True, "timed", False])])
+def test_products_in_tf32_are_rounded_only_while_they_are_timed(
+    precision: str, wanted: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = list[Any]()
+    monkeypatch.setattr(rates, "enable_tf32", done.append)
+    monkeypatch.setattr(rates, "_seconds_in_turn", lambda *_: done.append("timed") or 1.0)
+    rates.product_rates("cpu", precision, rates.Budget(layers=1))
+    assert list(dict.fromkeys(done)) == wanted
+
+
+def test_a_gpu_with_tf32_is_measured_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finetune.training.runtime.choose_precision", lambda has_cuda: "bf16" if has_cuda else "fp32")
+    for there, wanted in ((True, ("fp32", "bf16", "fp16", "tf32")), (False, ("fp32", "bf16", "fp16"))):
+        monkeypatch.setattr("transformers.utils.is_torch_tf32_available", lambda there=there: there)
+        assert module._precisions("cuda") == wanted
+        assert module._precisions("cpu") == ("fp32",)
 
 
 @pytest.mark.parametrize(("name", "precision"), [("cpu", "fp32"), ("T4", "fp16"), ("L4", "bf16")])

@@ -414,8 +414,11 @@ def test_a_run_says_whether_products_are_rounded_to_tf32() -> None:
         run = resolve(CAUSAL_LM, ["--deepspeed", "none", "--bf16", "False", *flags], launch, is_here=False)
         assert job_of(run, H100)[0].tf32 is wanted
     run = resolve(CAUSAL_LM, ["--deepspeed", "none", "--fp16", "True", "--tf32", "True"], launch, is_here=False)
+    older = find_machine("V100-16GB")
     with pytest.raises(RequestError, match=r"^--tf32 is True \(command line\), but V100-16GB has no TF32\. "):
-        job_of(run, find_machine("V100-16GB"))
+        job_of(run, older)
+    own = replace(older, name="NVIDIA A100-SXM4-80GB")  # a profile of a release that did not measure it
+    assert [note for note in job_of(run, own)[2] if note.startswith("--tf32 is not counted, because the profile of")]
 
 
 def test_a_note_says_that_fused_kernels_of_a_package_are_not_counted() -> None:
