@@ -15,6 +15,7 @@ import numpy.typing as npt
 from transformers import ViTImageProcessorPil
 
 from finetune.data.image_sources import BadImageError, RawSplit
+from finetune.data.splits import mend_of_bad
 from finetune.errors import RequestError, RunError, first_line
 
 CHANNELS = 3  # like transformers' pipelines, all pictures become RGB (image_utils.py, load_image)
@@ -44,7 +45,8 @@ def refuse_bad(bad: Mapping[str, Sequence[str]], of: Mapping[str, int], skip: bo
             for split, names in wrong.items()
             if names
         )
-        raise RequestError(f"{found}. Fix them, or leave them out with --skip_bad_rows True.")
+        worst = max(filter(wrong.get, wrong), key=lambda split: len(wrong[split]) / all_of[split])
+        raise RequestError(f"{found}. {mend_of_bad(len(wrong[worst]), all_of[worst])}")
     for split, names in bad.items():
         if len(names) == of[split]:
             raise RequestError(f"the {split} data has no picture that can be read, {names[0]} for instance.")

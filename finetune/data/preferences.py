@@ -39,7 +39,7 @@ from finetune.data.preference_rows import (
     single,
     with_others,
 )
-from finetune.data.splits import renamed
+from finetune.data.splits import mend_of_bad, renamed
 from finetune.data.tokenizer import Tokenized, identity_for_texts, prepare_tokens, train_text_tokenizer
 from finetune.errors import RequestError
 from finetune.run.flags.text import PreparationArguments
@@ -187,8 +187,8 @@ class _Job:
         if bad and not self.preparation.skip_bad_rows:
             number, why = next(iter(bad.items()))
             raise RequestError(
-                f"{place.of(number)}: {why} There are {len(bad):,} such rows of {len(table):,}. Fix them, or leave "
-                "them out with --skip_bad_rows True."
+                f"{place.of(number)}: {why} There are {len(bad):,} such rows of {len(table):,}. "
+                f"{mend_of_bad(len(bad), len(table))}"
             )
         if not found:
             raise RequestError(f"{place.name}: has no usable row. The first: {bad.get(0, 'none')}")

@@ -3,6 +3,7 @@ torch."""
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -15,7 +16,8 @@ ALONE = ("answer", "answer_text", TEXT)  # other names for a column of answers t
 NO_PLACE = 'answers do not have texts with answer_start, as {"text": [...], "answer_start": [...]} has'
 NOT_ONCE = "the context does not have the answer exactly once as whole words, so its answer_start must be given"
 ELSEWHERE = "the context does not have the answer's text at its answer_start, in characters from 0"
-WORDY = ("Lu", "Ll", "Lt", "Nd", "Mn")  # not Lo: Chinese and Thai have no blanks between words
+# Scripts, as Unicode names their letters, that put no blanks between words, or, as Hangul, none before particles.
+APART = re.compile(r"(HALFWIDTH )?(CJK|HIRAGANA|KATAKANA|HANGUL|THAI|LAO|KHMER|MYANMAR|TIBETAN)\b")
 SHOWN_CHARACTERS = 60
 
 Found: TypeAlias = tuple[list[Any], list[Any]]  # texts, and their first characters in the context
@@ -95,4 +97,7 @@ def _located(text: str, context: str) -> Found | None:
 
 def _go_on(one: str, other: str) -> bool:
     """Whether the two characters are within one word."""
-    return all(letter and unicodedata.category(letter) in WORDY for letter in (one, other))
+    return all(
+        letter and unicodedata.category(letter)[0] in "LMN" and not APART.match(unicodedata.name(letter, ""))
+        for letter in (one, other)
+    )

@@ -25,7 +25,7 @@ MARK = "[-_/:|.\u2010-\u2015\u2212]"
 SPELLINGS = (re.compile(rf"(?P<prefix>\w){MARK}(?P<kind>.+)"), re.compile(rf"(?P<kind>.+){MARK}(?P<prefix>\w)"))
 UNTYPED = "entity"  # the type if tags are just B and I
 MARKS = ",;|"  # column separators of other table formats
-NAMED_BY_FLAG = "other ids are named with --tag_names, in their order from 0: --tag_names O B-person I-person"
+NAMED_BY_FLAG = "or name the ids with --tag_names, in their order from 0: --tag_names O B-person I-person"
 SHOWN = 5
 
 
@@ -89,7 +89,7 @@ def not_named(said: str, column: str, what: str, such_as: str) -> RequestError:
     """The error for a column that does not hold tag names."""
     return RequestError(
         f"{said}: {column!r} holds no {what}{such_as}. Give tag names, such as B-person and O, or ids of a data set "
-        f"that names them; {NAMED_BY_FLAG}."
+        f"that names them, {NAMED_BY_FLAG}."
     )
 
 
@@ -134,7 +134,7 @@ def find_scheme(rows: Sequence[Sequence[str] | None], said: str) -> tuple[Scheme
     if numbers := [tag for tag in kinds if NUMBER.fullmatch(tag)]:
         raise RequestError(
             f"{said}: tags are numbers ({', '.join(sorted(numbers)[:SHOWN])}), which do not say which words are "
-            f"outside entities. Write tag names, such as B-person and O; {NAMED_BY_FLAG}."
+            f"outside entities. Write tag names, such as B-person and O, {NAMED_BY_FLAG}."
         )
     bare = [tag for tag in kinds if not _has_prefix(tag)]
     if bare and len(bare) < len(kinds):

@@ -135,17 +135,20 @@ def clean_sentences(
 
 def _joined(tables: Table, arguments: TokenDataArguments) -> tuple[Table, TokenDataArguments, list[str]]:
     """The tables with a row per sentence; the arguments, which name the columns of a first one that had a row per word;
-    and a note if there were any."""
+    and notes of those joined."""
     made, notes = Table(), list[str]()
     for split, table in tables.items():
         columns = find_word_columns(table.column_names, arguments)
         cells = table[columns.word][:] if columns and is_text(table, columns.word) else []
         if columns and are_words(cells) and not are_lists(cells):
-            table = Dataset.from_dict(joined(table.to_dict(), columns.sentence))
+            rows, features = joined(table.to_dict(), columns.sentence), table.features
+            lists = {name: List(feature) for name, feature in features.items() if name != columns.sentence}
+            table, words = Dataset.from_dict(rows, Features(lists)), len(table)
             if not made:  # all splits are read by the columns of the first one
                 tag = columns.tag or arguments.tags_column_name
                 arguments = replace(arguments, tokens_column_name=columns.word, tags_column_name=tag)
-            notes = [f"rows of one word each are joined into sentences by {columns.sentence!r}"]
+            count = f"{words:,} {split} rows of one word each are joined into {len(table):,} sentences"
+            notes.append(f"{count} by {columns.sentence!r}")
         made[split] = table
     return made, arguments, notes
 

@@ -40,7 +40,7 @@ def are_words(cells: Sequence[Any]) -> bool:
 
 def joined(table: Mapping[str, Sequence[Any]], sentence: str) -> dict[str, Any]:
     """The other columns as lists, a row per sentence. One begins where the cell in `sentence` is neither empty nor the
-    one before."""
+    one before, so numbers may begin anew, but a sentence's rows must lie together."""
     begins, last = list[int](), None
     for i, cell in enumerate(table[sentence]):
         if i == 0 or (not is_empty(cell) and cell != last):

@@ -93,14 +93,12 @@ def _not_scored(numbers: Sequence[Sequence[int]], firsts: Sequence[Sequence[int]
 def remarks_on_words(account: Account) -> list[str]:
     """Notes on words without a token, and on entities that no figure counts."""
     dropped = sum(counts.get(TOKENLESS, 0) for counts in account.counts.values())
-    notes = [f"the tokenizer drops {dropped:,} words: without a token, they are not learned or scored"] * bool(dropped)
+    notes = [f"words that the tokenizer drops, and which are not learned or scored: {dropped:,}"] * bool(dropped)
     for split in ("validation", "test"):
         counts = account.counts.get(split, {})
-        if not (left := counts.get(NOT_SCORED[1], 0)):
-            continue
-        why = [f"beyond {account.max_seq_length} tokens (--max_seq_length)"] * bool(account.truncated[split])
-        why += ["without a token"] * bool(counts[TOKENLESS])
-        notes.append(f"{left:,} of {counts[ENTITIES]:,} {split} entities are {' or '.join(why)}, and not scored")
+        if left := counts.get(NOT_SCORED[1], 0):
+            within = f" within {account.max_seq_length} tokens (--max_seq_length)" if account.truncated[split] else ""
+            notes.append(f"{left:,} of {counts[ENTITIES]:,} {split} entities have no token{within}, and no score")
     return notes
 
 

@@ -48,7 +48,7 @@ ROWS = {
         ("token_cls", "--train_file a.jsonl --tags_column_name ner", "no column 'ner'; it has words, tags, pos"),
         ("token_cls", "--train_file a.jsonl", ""),
         ("token_cls", "--train_file n.jsonl", r"'ner_tags' holds no names of tags, but numbers such as \[0, 3\]"),
-        ("token_cls", "--train_file n.jsonl", "other ids are named with --tag_names, in their order"),
+        ("token_cls", "--train_file n.jsonl", "or name the ids with --tag_names, in their order"),
         ("token_cls", "--train_file n.jsonl --tag_names O B-x I-x B-y", ""),
         (
             "token_cls",

@@ -163,6 +163,14 @@ def test_a_bad_picture_is_named_before_training_and_left_out_where_asked(spoil: 
     assert "2 bad pictures left out" in data.describe()
 
 
+def test_pictures_that_are_all_bad_are_not_to_be_left_out(folder: Path) -> None:
+    bad = folder.parent / "bad" / "red"
+    bad.mkdir(parents=True)
+    (bad / "0.png").write_text("no picture")
+    with pytest.raises(RequestError, match=r"0.png is not a picture\. Fix them\.$"):
+        prepare({}, train_dir=str(folder), validation_dir=str(bad.parent))
+
+
 @pytest.mark.parametrize("both", [True, False], ids=["a split of its own", "held out"])
 def test_bad_pictures_of_all_splits_are_named_at_once(both: bool, folder: Path) -> None:
     names = [f"red/{i}.png" for i in range(4)]  # with a half held out, by this seed some lie on either side

@@ -252,6 +252,8 @@ def test_bad_rows_are_named_by_their_line_or_left_out_and_counted(tmp_path: Path
     rows[3] = {"prompt": "x", "chosen": "a", "rejected": "a"}
     with pytest.raises(RequestError, match=r"rows\.jsonl line 4: .*the same.*1 such rows of 10"):
         prepared(tmp_path, rows)
+    with pytest.raises(RequestError, match=r"1 such rows of 1\. Fix them\.$"):
+        prepared(tmp_path, rows[3:4])
     data = prepared(tmp_path, rows, skip_bad_rows=True)
     assert data.account.skipped == {"train": 1}
     assert data.account.rows == {"train": 8, "validation": 1}

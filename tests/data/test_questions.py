@@ -131,12 +131,14 @@ def test_an_answer_that_is_a_text_is_located_where_its_context_has_it_once() -> 
         alone(" know "),
         alone("met Alan"),
         alone("人", "我是人。"),
+        alone("서울", "서울에서 만났다."),
+        alone("علم", "قلم وعلم علم"),
         alone("Alan", answer_start=21),
     ]
     found = cleaned(rows)
     split = found.splits["validation"]
-    assert [text for (text,) in split[TEXTS]] == ["Ada", "know", "met Alan", "人", "Alan"]
-    assert [start for (start,) in split[STARTS]] == [0, 16, 4, 2, 21]
+    assert [text for (text,) in split[TEXTS]] == ["Ada", "know", "met Alan", "人", "서울", "علم", "Alan"]
+    assert [start for (start,) in split[STARTS]] == [0, 16, 4, 2, 0, 9, 21]
     assert found.notes == (
         "answers without answer_start are located, each where its context has it once as whole words",
     )
@@ -155,6 +157,7 @@ def test_an_answer_that_is_a_text_is_located_where_its_context_has_it_once() -> 
     [
         pytest.param(alone("Alan"), "exactly once as whole words, so its answer_start must be given", id="twice"),
         pytest.param(alone("no"), "exactly once as whole words", id="within a word"),
+        pytest.param(alone("राम", "रामायण"), "exactly once as whole words", id="within a word of Hindi"),
         pytest.param(alone("Bob"), "exactly once as whole words", id="not there"),
         pytest.param(alone("Ada", answer_start=3), "at its answer_start, in characters from 0", id="elsewhere"),
         pytest.param(alone("Ada", answer_start="x"), "answers do not have texts with answer_start", id="no number"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +257,8 @@ def test_rows_of_one_word_each_are_joined_into_sentences(tmp_path: Path) -> None
     assert train["tokens"][:] == WORDS
     assert [[NAMES[i] for i in row] for row in train["label"]] == TAGS
     assert found.columns == Columns(("Word",), "Tag", ("POS",))
-    assert found.notes == ("rows of one word each are joined into sentences by 'Sentence #'",)
+    joined = "{} rows of one word each are joined into 3 sentences by 'Sentence #'"
+    assert found.notes == tuple(joined.format(f"{sum(map(len, WORDS))} {split}") for split in ("train", "validation"))
     every = [f"{i},{word},{tag}" for i in range(3) for word, tag in zip(WORDS[i], TAGS[i], strict=True)]
     (tmp_path / "each.csv").write_text("\n".join(["sent_id,token,label", *every]) + "\n")
     again = read(train_file=str(tmp_path / "each.csv"), validation_file=str(tmp_path / "each.csv"))
@@ -269,6 +271,15 @@ def test_rows_of_one_word_each_are_joined_into_sentences(tmp_path: Path) -> None
     (tmp_path / "a.jsonl").write_text('{"tokens": ["a"], "tags": ["O"]}\n')
     with pytest.raises(RequestError, match=r"a.jsonl: has no column 'Word', as the other data has; it has tokens"):
         read(train_file=path, validation_file=str(tmp_path / "a.jsonl"))
+
+
+def test_ids_that_a_table_of_words_names_are_read_by_their_names() -> None:
+    words, tags = (list(chain.from_iterable(rows)) for rows in (WORDS, TAGS))
+    numbers = [i for i, row in enumerate(WORDS) for _ in row]
+    given = Dataset.from_dict({"sentence_id": numbers, "token": words, "ner": tags})
+    given = given.cast_column("ner", ClassLabel(names=sorted({*tags})))
+    train = clean({"train": given, "validation": given}).splits["train"]
+    assert [[NAMES[i] for i in row] for row in train["label"]] == TAGS
 
 
 def test_whole_sentences_beside_their_number_are_no_words() -> None:
@@ -373,8 +384,8 @@ def test_what_no_figure_counts_is_said_by_its_split_and_cause() -> None:
     truncated = {"train": 1, "validation": 1, "test": 0}
     account = Account("x", Columns(("tokens",), "tags"), {}, {}, truncated, {}, 32, counts=counts)
     assert remarks_on_words(account) == [
-        "the tokenizer drops 3 words: without a token, they are not learned or scored",
-        "2 of 1,200 validation entities are beyond 32 tokens (--max_seq_length) or without a token, and not scored",
+        "words that the tokenizer drops, and which are not learned or scored: 3",
+        "2 of 1,200 validation entities have no token within 32 tokens (--max_seq_length), and no score",
     ]
     assert not_scored(account) == {
         "train": {"words_not_scored": 5, "entities_not_scored": 1},

@@ -130,6 +130,8 @@ OPTIMIZER: list[Case] = [
     ("DS304", W, optimizer("Lamb", 2, **ADAM_OFF), {}),
     ("DS304", W, optimizer("Lamb", 3, offload_optimizer=NVME), {}),
     ("DS304", None, optimizer("FusedAdam", 2, **ADAM_OFF), {}),
+    *(("DS304", severity, optimizer("OneBitAdam", 1, **ADAM_OFF), older(version))
+      for version, severity in (("0.19.7", None), ("0.19.6", W))),
     ("DS304", None, optimizer("Lamb", 0, **ADAM_OFF), {}),
     ("DS304", None, optimizer("Lamb", 2), {}),
     ("DS304", W, {MICRO: 4, "zero_optimization": {"stage": 2, **ADAM_OFF}}, PLAIN),

@@ -29,9 +29,13 @@ def is_left_to_the_trainer(section: dict[str, Any]) -> bool:
     return known and isinstance(params, dict) and all(v == "auto" for k, v in params.items() if k not in switches)
 
 
-def _is_there(name: str) -> bool:
-    """DS301 and DS302 say all there is to say of other optimizers."""
-    return name.lower() in OWN or name in of_torch()
+def _is_there(name: str, run: Context) -> bool:
+    """Whether this DeepSpeed has the optimizer; if not, DS301 or DS302 says all there is to say of it."""
+    return name.lower() in OWN or name in of_torch() or (name.lower() in REMOVED and not _is_removed(run))
+
+
+def _is_removed(run: Context) -> bool:
+    return (run.version("deepspeed") or REMOVED_IN) >= REMOVED_IN
 
 
 def of_torch() -> dict[str, Any]:
@@ -53,9 +57,8 @@ def optimizer_is_there(config: Config, run: Context) -> Iterator[Finding]:
         )
     if name is None or name.lower() in OWN:
         return
-    version = run.version("deepspeed") or REMOVED_IN
     if name.lower() in REMOVED:
-        if version >= REMOVED_IN:
+        if _is_removed(run):
             ours = " The recipes have it without DeepSpeed: --deepspeed none --ddp_comm_hook onebit_adam."
             said = (
                 f"optimizer.type is {name}, which DeepSpeed 0.19.7 removed (deepspeedai/DeepSpeed#8489). Use "
@@ -82,7 +85,7 @@ def optimizer_is_tested_with_zero(config: Config, run: Context) -> Iterator[Find
     allowed = config.is_on("zero_allow_untested_optimizer")
     if name is None or not config.stage or allowed or name in TESTED_WITH_ZERO or name.lower() in TESTED_WITH_ZERO:
         return
-    if _is_there(name):
+    if _is_there(name, run):
         said = (
             f"optimizer.type is {name}, which DeepSpeed has not tested with ZeRO, and refuses. Add "
             '"zero_allow_untested_optimizer": true, or use AdamW.'
@@ -101,7 +104,7 @@ def offload_has_its_optimizer(config: Config, run: Context) -> Iterator[Finding]
             "on the CPU, several times slower than DeepSpeed's own. Delete it."
         )
         yield warning("DS304", "optimizer.params.torch_adam", said, Drop(at("optimizer.params.torch_adam")))
-    elif name is not None and name.lower() not in ON_CPU and _is_there(name):
+    elif name is not None and name.lower() not in ON_CPU and _is_there(name, run):
         said = (
             f"optimizer.type is {name}, for which DeepSpeed has no CPU update, but the optimizer is offloaded. Use "
             "AdamW."
@@ -130,7 +133,7 @@ def section_matches_the_flag(config: Config, run: Context) -> Iterator[Finding]:
     name = _name(config)
     if name is None or asked is None or is_left(config, run, "optimizer"):
         return
-    if not _is_there(name):
+    if not _is_there(name, run):
         return
     if not str(asked).lower().startswith(name.lower()):
         said = (

@@ -220,8 +220,8 @@ class Zero3(Resident):
 
 
 def played(tape: Tape, weights: Weights, zero: Zero, ranks: int) -> Zero3:
-    """The engine after a micro-batch, forward and backward. Cached by the settings that matter, so layouts that gather
-    alike are simulated once."""
+    """The engine after a micro-batch, forward and backward, only to be read: it is cached by the settings that matter,
+    so layouts that gather alike are simulated once."""
     hangs_on = Zero(stage=3, reduce_bucket_size=zero.reduce_bucket_size, max_reuse_distance=zero.max_reuse_distance,
                     prefetch_bucket_size=zero.prefetch_bucket_size, max_live_parameters=zero.max_live_parameters,
                     persistence_threshold=zero.persistence_threshold)  # fmt: skip
