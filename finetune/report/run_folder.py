@@ -13,7 +13,7 @@ from typing import Any
 from finetune.errors import RequestError
 from finetune.privacy import HIDDEN, TOKEN, hidden, is_secret, names_a_secret
 from finetune.report.text import as_dict, as_list, as_number
-from finetune.run.files import EXPERT_LOAD, RUN_RECORD
+from finetune.run.files import EXPERT_LOAD, FAILURE, RUN_RECORD
 from finetune.safe_read import read_bytes, read_json_lines, read_json_object, read_yaml
 
 METRICS, RESULTS, ENVIRONMENT, RECIPE = "metrics.jsonl", "all_results.json", "environment.json", RUN_RECORD
@@ -93,6 +93,8 @@ def read_run(folder: Path, name: str) -> RunFolder:
             run.pictures[name] = data
     if not run.finished:
         notes.append("It is unfinished, or ended early: it has no results." if run.rows else "It has no results.")
+    if why := read_json(folder, FAILURE, notes).get("error"):
+        notes.append(f"Its last start failed: {why}")
     return run
 
 

@@ -15,6 +15,7 @@ SENTENCE_SETTINGS, SENTENCE_POOLING = "config_sentence_transformers.json", "1_Po
 SENTENCE_FILES = (SENTENCE_MODULES, SENTENCE_SIZES, SENTENCE_SETTINGS, SENTENCE_POOLING)
 RUN_RECORD = "recipe.yaml"  # its presence shows that a recipe wrote this folder
 STATE_FILE = "trainer_state.json"  # in a checkpoint: its step, its epoch, its log
+FAILURE = "_failure.json"  # why the last start failed, if it did
 IDENTITY = "run.json"  # in a run folder and in each checkpoint: which run it belongs to, and what determines its course
 EXPERT_LOAD = "experts.json"  # the tokens of each expert of a mixture between the last two logs
 EXPERT_PICTURE = "experts.png"

@@ -38,6 +38,7 @@ from finetune.training.run_folder import (
     MetricsFile,
     explained_disk_errors,
     forget_results,
+    kept_failure,
     open_output_dir,
     write_ds_config,
     write_records,
@@ -201,13 +202,14 @@ def finish(
     """
     training, folder, speaks, samples = session.training, session.folder, session.launch.speaks, samples or {}
     counts = counts or {}
-    with explained_disk_errors(folder, session.launch):
-        if speaks:
+    if speaks:
+        with explained_disk_errors(folder, session.launch):
             open_output_dir(session.run)
             lineage = trainer.identity.lineage if trainer.identity else ()
             write_records(folder, session.run, lineage_lines(lineage))
             if trainer.identity:
                 write_run_record(folder, trainer.identity)
+    with kept_failure(folder), explained_disk_errors(folder, session.launch):
         with trainer.watched(), tidy_terminal(trainer):
             trained = _train(session, trainer, samples) if training.do_train else None
             evaluated = predicted = None

@@ -14,7 +14,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,10 @@ from transformers import TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from finetune.dsconfig.context import NVME_FOLDER
-from finetune.errors import RunError, disk_is_full, first_line
-from finetune.privacy import names_a_secret, without_home
-from finetune.run.files import LABELS, LOCK, RUN_RECORD
-from finetune.run.launch import Launch
+from finetune.errors import FinetuneError, RunError, disk_is_full, first_line
+from finetune.privacy import hidden, names_a_secret, shown, without_home
+from finetune.run.files import FAILURE, LABELS, LOCK, RUN_RECORD
+from finetune.run.launch import Launch, own_rank
 from finetune.run.parse import RECIPE_KEY
 from finetune.run.run import Run
 from finetune.safe_read import read_json_object
@@ -49,6 +49,7 @@ ONCE = ("config", "resume", "resume_changed", "overwrite_output_dir")  # flags t
 FULL_DISK_BYTES = 16 * 2**20
 OF_CONFIGS = ("transformers.integrations.deepspeed", "accelerate.utils.dataclasses")  # they hold the DeepSpeed config
 DEEPEST = 4  # levels of nested configs
+LONGEST_FAILURE = 2000  # characters
 KEPT_ROWS = 250  # of the log, in trainer_state.json and in memory; metrics.jsonl has all. 1,000 take a save 30 ms
 
 
@@ -68,6 +69,7 @@ def open_output_dir(run: Run) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     lock_output_dir(run)  # a new folder could not be locked earlier
     clear_leftovers(folder)
+    (folder / FAILURE).unlink(missing_ok=True)
     if run.value("overwrite_output_dir"):
         for path in folder.iterdir():
             if path.name in (NVME_FOLDER, LOCK):
@@ -228,6 +230,19 @@ def write_whole(path: Path, save: Callable[[Any], None]) -> None:
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def kept_failure(folder: Path) -> Iterator[None]:
+    """Keep the error that ends a run, for `finetune report`: of several ranks that of the first to fail, since others
+    often fail because of it. A disk that cannot be written must not hide the error itself."""
+    try:
+        yield
+    except BaseException as error:
+        said = str(error) if isinstance(error, FinetuneError) else f"{type(error).__name__}: {error}".removesuffix(": ")
+        with suppress(OSError), (folder / FAILURE).open("x", encoding="utf-8") as file:
+            json.dump({"rank": own_rank(), "error": hidden(shown(said))[:LONGEST_FAILURE]}, file)
+        raise
 
 
 @contextmanager

@@ -13,6 +13,8 @@ import pytest
 from conftest import NOT_JUDGED, RECIPE, TINY, Finished, flags, gate_has, launch, run_to_its_end, tool
 from test_interruption import PIPELINE, SMALL_PIPELINE
 
+from finetune.run.files import FAILURE
+
 FAULTY = "tests/runs/faulty.py"
 SAVES = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 8, **NOT_JUDGED}
 LANGUAGE = "recipes/causal_lm.py"
@@ -167,8 +169,10 @@ def test_stop_ends_the_run_before_the_step_and_a_run_that_skips_goes_past_it(tmp
     assert said.startswith("step 3 is not finite: first the gradient of distilbert.embeddings.word_embeddings")
     names = sorted(path.name for path in run.folder.glob("checkpoint-*"))
     assert names == ["checkpoint-1", "checkpoint-2"]
+    assert json.loads((run.folder / FAILURE).read_text()) == {"rank": 0, "error": said}
     resumed = launch("python", run.folder, {**values, "resume": "auto", "on_nan": "skip"})
     assert [row["step"] for row in resumed.steps] == [1, 2, 3, 4, 5, 6]
+    assert not (run.folder / FAILURE).exists()
 
 
 def test_no_more_memory_is_told_with_the_plan_and_the_cheapest_changes(tmp_path: Path) -> None:

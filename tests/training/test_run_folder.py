@@ -25,9 +25,10 @@ from finetune.models.gptlite import GPTLiteConfig
 from finetune.report.charts import confusion_picture
 from finetune.report.png import write_png
 from finetune.report.run_curves import training_curves
+from finetune.report.run_folder import read_run
 from finetune.report.shapes import WIDE, Box, Picture
 from finetune.run.engine import deepspeed_config_of
-from finetune.run.files import LOCK
+from finetune.run.files import FAILURE, LOCK
 from finetune.run.launch import Launch
 from finetune.run.parse import Setting
 from finetune.run.recipes.seq_cls import SEQ_CLS
@@ -40,6 +41,8 @@ from finetune.training.run_folder import (
     MetricsFile,
     command_line,
     explained_disk_errors,
+    kept_failure,
+    open_output_dir,
     read_metrics,
     write_records,
     write_whole,
@@ -116,6 +119,26 @@ def test_a_full_disk_is_told_from_other_errors(error: Exception, tmp_path: Path)
         raise error
     with pytest.raises(KeyError), explained_disk_errors(tmp_path):
         raise KeyError("something else")
+
+
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [
+        (RunError("no space for hf_" + 30 * "x"), "no space for ***"),
+        (KeyError("x"), "KeyError: 'x'"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+    ],
+)
+def test_a_run_folder_keeps_why_its_last_start_failed(error: BaseException, kept: str, tmp_path: Path) -> None:
+    for one in (error, RunError("which failed because the first did")):
+        with pytest.raises(type(one)), kept_failure(tmp_path):
+            raise one
+    assert json.loads((tmp_path / FAILURE).read_text()) == {"rank": 0, "error": kept}
+    assert f"Its last start failed: {kept}" in read_run(tmp_path, "run").notes
+    open_output_dir(run_of("--output_dir", str(tmp_path), "--resume", "allow"))
+    assert not (tmp_path / FAILURE).exists(), "a new start forgets it"
+    with pytest.raises(KeyError), kept_failure(tmp_path / "gone"):
+        raise KeyError("x")
 
 
 def test_a_run_folder_that_somebody_has_deleted_is_said_to_be_gone(tmp_path: Path) -> None:
