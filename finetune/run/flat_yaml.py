@@ -11,11 +11,9 @@ from finetune.errors import RequestError, or_meant
 from finetune.safe_read import SAFE_LOADER, is_plain_file, read_bounded, read_yaml
 from finetune.shipped import DS_CONFIGS, config, files
 
-OF_DEEPSPEED = {
-    "zero_optimization",
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-}  # keys that only DeepSpeed configs have
+# Keys that only configs of DeepSpeed, or of accelerate, have.
+OF_DEEPSPEED = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
+OF_ACCELERATE = {"compute_environment", "distributed_type"}
 FLAGS = "flat `flag: value` lines"
 MOST = 1_000  # lines in a file: recipes have 150 flags, and each unknown one is compared with all of them
 
@@ -73,6 +71,11 @@ def read_flat_yaml(
     content = read_yaml(path, name, loader)
     if holds == FLAGS and isinstance(content, dict) and isinstance(content.get("grid"), list):
         raise RequestError(f"{name}: is a grid for `finetune bench {name}`, not a recipe's YAML.")
+    if holds == FLAGS and isinstance(content, dict) and OF_ACCELERATE & content.keys():
+        raise RequestError(
+            f"{name}: is a config of accelerate, not a recipe's YAML. Start with `accelerate launch --config_file "
+            f"{name} RECIPE`, which checks it before anything is loaded, or give the file of its deepspeed_config_file."
+        )
     if holds == FLAGS and isinstance(content, dict) and OF_DEEPSPEED & content.keys():
         raise RequestError(f"{said}, but that is a DeepSpeed config. Use --deepspeed {name}.")
     if not isinstance(content, dict):

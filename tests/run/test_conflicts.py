@@ -113,6 +113,7 @@ EVERY_4 = "--save_strategy steps --eval_strategy steps --eval_steps 4"
         (SEQ_CLS, "--output_dir=", "--output_dir is '' .*is blank"),
         (SEQ_CLS, f"--config {REPO}", "--config is .*that is a folder"),
         (SEQ_CLS, f"--config {REPO}/recipes/configs/bench_laptop.yaml", "is a grid for `finetune bench"),
+        (SEQ_CLS, f"--config {REPO}/recipes/launch/accelerate_zero3.yaml", "is a config of accelerate, not a recipe's"),
         (CAUSAL_LM, "--packing tight", "one of wrapped, bfd, none"),
         (CAUSAL_LM, "--tokenizer word", "one of char, byte, bpe"),
         (CAUSAL_LM, "--streaming --max_steps 3 --train_file a --teacher t --teacher_top_k 4", "is not read ahead"),
