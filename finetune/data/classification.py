@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, DataCollatorForTokenClassification, Data
 from finetune.data.cache import file_states, folder_for
 from finetune.data.charset import encoding_notes
 from finetune.data.columns import MULTI_LABEL, TOKENS, Columns, Labels, said_counts, said_data
-from finetune.data.duplicates import notes_of_trained
+from finetune.data.duplicates import inputs_of, notes_of_trained
 from finetune.data.label_lists import MERGED
 from finetune.data.streaming import StreamCollator, Survey, TextStream, held_out_rows, some_texts, survey
 from finetune.data.tables import ROW, SPLITS, CleanTables, Table, clean_tables, load_tables
@@ -187,7 +187,7 @@ class _Preparation:
         skipped = clean.skipped
         if found:
             rows, skipped = {"train": found.rows, **rows}, {"train": found.skipped, **skipped}
-        twice = notes_of_trained(clean.splits, kind.inputs(clean))
+        twice = notes_of_trained({split: inputs_of(table, kind.inputs(clean)) for split, table in clean.splits.items()})
         notes = (*encoding_notes(arguments, SPLITS), *(found.notes if found else ()), *clean.notes, *twice)
         account = Account(
             source, clean.columns, rows, skipped, truncated, counts, self.max_seq_length, found, notes, sums

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -116,22 +116,23 @@ def _runs(words: Hashes, size: int) -> Hashes:
     return found
 
 
-def notes_of_trained(tables: Mapping[str, Dataset], inputs: Sequence[str]) -> list[str]:
-    """How many rows of each held-out split have the same values as a training row in the columns `inputs`."""
-    held_out = {split: list(_digests(table, inputs)) for split, table in tables.items() if split != "train"}
-    if "train" not in tables or not held_out:
-        return []
-    wanted = {digest for digests in held_out.values() for digest in digests}
-    trained = wanted.intersection(_digests(tables["train"], inputs))
-    counts = {split: sum(digest in trained for digest in digests) for split, digests in held_out.items()}
+def inputs_of(table: Dataset, columns: Sequence[str]) -> Iterator[Any]:
+    """What `columns` hold of each row."""
+    for batch in table.select_columns([*columns]).iter(batch_size=1000):
+        yield from zip(*batch.values(), strict=True)
+
+
+def notes_of_trained(inputs: Mapping[str, Iterable[Any]]) -> list[str]:
+    """How many rows of each held-out split have the same inputs as a training row; `inputs` are each split's."""
+    digests = {
+        split: (xxhash.xxh3_64_intdigest(repr(one).encode()) for one in found) for split, found in inputs.items()
+    }
+    trained, held_out = digests.pop("train", ()), {split: list(found) for split, found in digests.items()}
+    known = {digest for found in held_out.values() for digest in found}.intersection(trained)
+    counts = {split: sum(digest in known for digest in found) for split, found in held_out.items()}
     return [
         f"{count:,} of {len(held_out[split]):,} {split} rows have the same inputs as a training row, which makes "
         "scores too good"
         for split, count in counts.items()
         if count
     ]
-
-
-def _digests(table: Dataset, columns: Sequence[str]) -> Iterator[int]:
-    for batch in table.select_columns([*columns]).iter(batch_size=1000):
-        yield from (xxhash.xxh3_64_intdigest(repr(row).encode()) for row in zip(*batch.values(), strict=True))

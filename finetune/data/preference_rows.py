@@ -48,6 +48,11 @@ class Sides:
     def is_chat(self) -> bool:
         return not isinstance(self.answers[0], str)
 
+    @property
+    def inputs(self) -> Any:
+        """The prompt; without one, the answers."""
+        return self.prompt or self.answers
+
 
 def open_tables(arguments: PreferenceDataArguments) -> tuple[dict[str, Dataset], str]:
     """The raw splits given, and where they come from."""
@@ -59,7 +64,7 @@ def settled(sides: dict[str, list[Sides]], cut: PreparationArguments, seed: int)
     """As `settle_splits`: all rows of a prompt go to the same side. Raises RequestError."""
 
     def held_out(rows: list[Sides]) -> HeldOut:
-        keys = [_key(row.prompt or row.answers) for row in rows]
+        keys = [_key(row.inputs) for row in rows]
         return hold_out_by(keys, cut.validation_fraction, seed, "the training data", "prompts")
 
     return settle_splits(sides, cut, seed, held_out, lambda rows, some: [rows[i] for i in some])

@@ -24,6 +24,7 @@ from finetune.data.charset import encoding_notes
 from finetune.data.chat.remarks import notes_of
 from finetune.data.chat.templates import DEFAULT_TEMPLATE, INVENTED, UNTEMPLATED, each_rendered, read_template
 from finetune.data.columns import said_columns, said_data
+from finetune.data.duplicates import notes_of_trained
 from finetune.data.find_columns import HEAD_ROWS
 from finetune.data.places import Place
 from finetune.data.preference_batches import OF_ANSWERS, OF_PAIRS, collate
@@ -147,7 +148,8 @@ class _Job:
             sides[split], skipped[split], said = self._sides(split, table)
             columns = columns or said
         sides, note = settled(sides, self.preparation, self.seed)
-        notes = [*encoding_notes(self.arguments, SPLITS), note]
+        twice = notes_of_trained({split: [row.inputs for row in rows] for split, rows in sides.items()})
+        notes = [*encoding_notes(self.arguments, SPLITS), note, *twice]
         if self.is_single:
             sides = {split: single(rows, split == "train") for split, rows in sides.items()}
         is_chat = any(row.is_chat for rows in sides.values() for row in rows)

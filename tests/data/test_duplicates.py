@@ -12,7 +12,7 @@ from conftest import launch
 from datasets import Dataset
 
 from finetune.data.documents import open_corpora
-from finetune.data.duplicates import find_duplicates, notes_of_trained
+from finetune.data.duplicates import find_duplicates, inputs_of, notes_of_trained
 from finetune.errors import RequestError
 from finetune.run.choose import recipes
 from finetune.run.flags.language import CorpusArguments
@@ -93,6 +93,10 @@ def test_a_stream_is_not_compared() -> None:
         resolve(recipes()["causal_lm"], words.split(), Launch(), is_here=False)
 
 
+def notes(tables: dict[str, Dataset], *columns: str) -> list[str]:
+    return notes_of_trained({split: inputs_of(table, columns) for split, table in tables.items()})
+
+
 def test_held_out_rows_that_are_training_rows_are_counted_split_by_split() -> None:
     rows = [["a", "b", "c"], ["d"], [], ["e", "f"], ["g"], ["a", "b"], ["c"]]
     whole = Dataset.from_dict({"tokens": rows, "more": ["x"] * 7, "label": list(range(7))})
@@ -104,10 +108,10 @@ def test_held_out_rows_that_are_training_rows_are_counted_split_by_split() -> No
         "test": whole.select([1, 2]),
     }  # fmt: skip
     said = "{} of 5 validation rows have the same inputs as a training row, which makes scores too good"
-    assert notes_of_trained(tables, ["tokens"]) == [said.format(3)]
-    assert notes_of_trained(tables, ["tokens", "more"]) == [said.format(2)]
-    assert notes_of_trained({"test": tables["test"]}, ["tokens"]) == []
-    assert notes_of_trained({"train": tables["train"]}, ["tokens"]) == []
+    assert notes(tables, "tokens") == [said.format(3)]
+    assert notes(tables, "tokens", "more") == [said.format(2)]
+    assert notes({"test": tables["test"]}, "tokens") == []
+    assert notes({"train": tables["train"]}, "tokens") == []
 
 
 @pytest.mark.parametrize(
@@ -115,17 +119,18 @@ def test_held_out_rows_that_are_training_rows_are_counted_split_by_split() -> No
     [
         ("seq_cls", {"text": "some words {}", "label": "a"}),
         ("seq2seq", {"source": "some words {}", "target": "one"}),
+        ("preference", {"prompt": "some words {}", "chosen": "yes", "rejected": "no"}),
         ("embedding", {"anchor": "some words {}", "positive": "more words {}"}),
     ],
 )
-def test_a_recipe_counts_test_rows_that_it_trains_on(recipe: str, columns: dict[str, str], tmp_path: Path) -> None:
+def test_a_recipe_counts_held_out_rows_that_it_trains_on(recipe: str, columns: dict[str, str], tmp_path: Path) -> None:
     def write(name: str, numbers: range) -> str:
         rows = [{key: value.format(n) for key, value in columns.items()} for n in numbers]
         rows = [row | ({"label": "ab"[n % 2]} if "label" in row else {}) for n, row in zip(numbers, rows, strict=True)]
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
         return str(tmp_path / name)
 
-    files = {"train_file": write("train.jsonl", range(40)), "test_file": write("test.jsonl", range(37, 47))}
-    values = {**files, "max_steps": 1, "do_predict": True, "do_eval": False, "eval_strategy": "no"}
+    files = {"train_file": write("train.jsonl", range(40)), "validation_file": write("v.jsonl", range(37, 47))}
+    values = {**files, "max_steps": 1, "do_eval": False, "eval_strategy": "no"}
     done = launch("python", tmp_path / "run", {**values, "save_strategy": "no"}, recipe=f"recipes/{recipe}.py")
-    assert "3 of 10 test rows have the same inputs as a training row, which makes scores too good" in done.output
+    assert "3 of 10 validation rows have the same inputs as a training row, which makes scores too good" in done.output
