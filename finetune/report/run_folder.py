@@ -94,7 +94,7 @@ def read_run(folder: Path, name: str) -> RunFolder:
     if not run.finished:
         notes.append("It is unfinished, or ended early: it has no results." if run.rows else "It has no results.")
     if why := read_json(folder, FAILURE, notes).get("error"):
-        notes.append(f"Its last start failed: {why}")
+        notes.append(f"Its last start ended with: {why}")
     return run
 
 

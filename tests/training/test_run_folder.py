@@ -134,7 +134,7 @@ def test_a_run_folder_keeps_why_its_last_start_failed(error: BaseException, kept
         with pytest.raises(type(one)), kept_failure(tmp_path):
             raise one
     assert json.loads((tmp_path / FAILURE).read_text()) == {"rank": 0, "error": kept}
-    assert f"Its last start failed: {kept}" in read_run(tmp_path, "run").notes
+    assert f"Its last start ended with: {kept}" in read_run(tmp_path, "run").notes
     open_output_dir(run_of("--output_dir", str(tmp_path), "--resume", "allow"))
     assert not (tmp_path / FAILURE).exists(), "a new start forgets it"
     with pytest.raises(KeyError), kept_failure(tmp_path / "gone"):
