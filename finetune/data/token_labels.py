@@ -141,9 +141,8 @@ def _joined(tables: Table, arguments: TokenDataArguments) -> tuple[Table, TokenD
         columns = find_word_columns(table.column_names, arguments)
         cells = table[columns.word][:] if columns and is_text(table, columns.word) else []
         if columns and are_words(cells) and not are_lists(cells):
-            rows, features = joined(table.to_dict(), columns.sentence), table.features
-            lists = {name: List(feature) for name, feature in features.items() if name != columns.sentence}
-            table, words = Dataset.from_dict(rows, Features(lists)), len(table)
+            rows, words = joined(table.to_dict(), columns.sentence), len(table)
+            table = Dataset.from_dict(rows, Features({name: List(table.features[name]) for name in rows}))
             if not made:  # all splits are read by the columns of the first one
                 tag = columns.tag or arguments.tags_column_name
                 arguments = replace(arguments, tokens_column_name=columns.word, tags_column_name=tag)

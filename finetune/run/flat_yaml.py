@@ -69,18 +69,24 @@ def read_flat_yaml(
         hint = or_meant(path.stem, names, f" Shipped ones: {', '.join(names)}." if names else "")
         raise RequestError(f"{said}: cannot be read ({what}).{hint} Give the path of a YAML file.")
     content = read_yaml(path, name, loader)
-    if holds == FLAGS and isinstance(content, dict) and isinstance(content.get("grid"), list):
-        raise RequestError(f"{name}: is a grid for `finetune bench {name}`, not a recipe's YAML.")
-    if holds == FLAGS and isinstance(content, dict) and OF_ACCELERATE & content.keys():
-        raise RequestError(
-            f"{name}: is a config of accelerate, not a recipe's YAML. Start with `accelerate launch --config_file "
-            f"{name} RECIPE`, which checks it before anything is loaded, or give the file of its deepspeed_config_file."
-        )
-    if holds == FLAGS and isinstance(content, dict) and OF_DEEPSPEED & content.keys():
-        raise RequestError(f"{said}, but that is a DeepSpeed config. Use --deepspeed {name}.")
+    if holds == FLAGS and isinstance(content, dict):
+        _refuse_other_kinds(name, said, content)
     if not isinstance(content, dict):
         found = "is empty" if content is None else f"holds a {type(content).__name__}"
         raise RequestError(f"{name}: must hold {holds}, but {found}.")
     if len(content) > MOST:
         raise RequestError(f"{name}: has {len(content):,} lines; at most {MOST:,} are read.")
     return content
+
+
+def _refuse_other_kinds(name: str, said: str, content: dict[str, Any]) -> None:
+    """Raises RequestError for a file that is meant for another command or flag."""
+    if isinstance(content.get("grid"), list):
+        raise RequestError(f"{name}: is a grid for `finetune bench {name}`, not a recipe's YAML.")
+    if OF_ACCELERATE & content.keys():
+        raise RequestError(
+            f"{name}: is a config of accelerate, not a recipe's YAML. Start with `accelerate launch --config_file "
+            f"{name} RECIPE`, which checks it before anything is loaded, or give the file of its deepspeed_config_file."
+        )
+    if OF_DEEPSPEED & content.keys():
+        raise RequestError(f"{said}, but that is a DeepSpeed config. Use --deepspeed {name}.")
